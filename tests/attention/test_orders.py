@@ -87,18 +87,17 @@ def test_eager_calls_share_one_tensor():
     assert query_order(6, 7) is not query_order(7, 6)
 
 
-@pytest.mark.parametrize("kind", ["gilbert", "raster", "random"])
-def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor(kind):
+def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor():
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(str(graph.graph))
         return graph
 
-    cached = query_order(5, 8, kind, seed=3)
+    cached = query_order(5, 8, "random", seed=3)
     expected = cached.clone()
     compiled = torch.compile(
-        lambda: query_order(5, 8, kind, seed=3), backend=backend, fullgraph=True
+        lambda: query_order(5, 8, "random", seed=3), backend=backend, fullgraph=True
     )
     order = compiled()
     assert "avq_diffusers.query_order" in graphs[0]
