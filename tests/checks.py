@@ -29,6 +29,11 @@ def are_same(found: dict, before: dict) -> bool:
     return found.keys() == before.keys() and all(found[key] is before[key] for key in before)
 
 
+def calls(model) -> list[dict[str, int]]:
+    """Of the layers with AVQ."""
+    return [row.calls for row in summary(model).rows if row.config]
+
+
 def kinds(pipe) -> set[str]:
     """Every kind of call that any layer has seen."""
     return {kind for row in summary(pipe).rows for kind in row.calls}

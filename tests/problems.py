@@ -125,17 +125,21 @@ class Problem:
                 rounds = backend == "triton"
                 stored = self.rounded_codebook() if rounds else self.codebook
                 parents, children = stored.parents.double(), stored.children.double()
-            elif backend == "triton" and options["num_updates"]:
-                order = self.call()[0].key_order
-                parents = reference.spaced_keys(key, options["num_parents"], order)
-                for _ in range(options.pop("num_updates")):
-                    cell = reference.nearest(key, parents)
-                    means = reference._means(key, cell, parents)
-                    parents = means.where(reference._counts(cell, parents) > 0, parents)
-                    parents = parents.to(self.dtype).double()
+            elif backend == "triton" and options.pop("num_updates"):
+                parents = self.updated_parents(key)
             return reference.avq_attention(
                 **given, parents=parents, children=children, **options
             ), choices
+
+    def updated_parents(self, key: Tensor) -> Tensor:
+        """(B, H, M0, D) parents from keys in float64, rounded as by the kernels."""
+        parents = reference.spaced_keys(key, self.options["num_parents"], self.call()[0].key_order)
+        for _ in range(self.options["num_updates"]):
+            cell = reference.nearest(key, parents)
+            means = reference._means(key, cell, parents)
+            parents = means.where(reference._counts(cell, parents) > 0, parents)
+            parents = parents.to(self.dtype).double()
+        return parents
 
     def rounded_codebook(self) -> Codebook:
         """The codewords that the kernels use, in float64."""

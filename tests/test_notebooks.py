@@ -72,13 +72,8 @@ def assert_clean(shown):
     assert not {kind for cell in shown for kind in cell} & {"stderr", "error"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "quick_start" else [pytest.mark.long])
-        for name in REDUCED
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", REDUCED)
 def test_runs(name, tmp_path):
     """Catches a cell that raises or warns, and one that no longer shows what is stored."""
     if name == "vision":

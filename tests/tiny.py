@@ -62,6 +62,16 @@ def tiny_unet(**overrides) -> UNet2DConditionModel:
     return unet
 
 
+def two_level_unet(**overrides) -> UNet2DConditionModel:
+    """Levels 0 and 1, each with self-attention; one layer in a block down, two in a block up."""
+    return tiny_unet(
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D",) * 2,
+        up_block_types=("CrossAttnUpBlock2D",) * 2,
+        **overrides,
+    )
+
+
 def small_unet() -> UNet2DConditionModel:
     """Level 0 only, one layer in its block down, two up: Dynamo traces it in a second or so."""
     return tiny_unet(

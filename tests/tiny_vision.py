@@ -49,27 +49,33 @@ TEXT = {
     "intermediate_size": 32,
     "vocab_size": 99,
 }
+
+
+def sized(model, config, sizes):
+    """How to make a model, perhaps of other sizes."""
+    return lambda **others: model(config(**sizes | others))
+
+
 # By family: how to make one, and how many tokens come before the grid.
+REGISTERS = {"mlp_ratio": 1, "num_register_tokens": 4}
 FAMILIES = {
-    "vit": (lambda: ViTModel(ViTConfig(**WIDE)), 1),
-    "deit": (lambda: DeiTModel(DeiTConfig(**WIDE)), 2),
-    "dinov2": (lambda: Dinov2Model(Dinov2Config(**SIZES, mlp_ratio=1)), 1),
+    "vit": (sized(ViTModel, ViTConfig, WIDE), 1),
+    "deit": (sized(DeiTModel, DeiTConfig, WIDE), 2),
+    "dinov2": (sized(Dinov2Model, Dinov2Config, SIZES | {"mlp_ratio": 1}), 1),
     "dinov2 with registers": (
-        lambda: Dinov2WithRegistersModel(
-            Dinov2WithRegistersConfig(**SIZES, mlp_ratio=1, num_register_tokens=4)
-        ),
+        sized(Dinov2WithRegistersModel, Dinov2WithRegistersConfig, SIZES | REGISTERS),
         5,
     ),
-    "dinov3": (lambda: DINOv3ViTModel(DINOv3ViTConfig(**WIDE, num_register_tokens=4)), 5),
-    "dpt": (lambda: DPTForSemanticSegmentation(DPTConfig(**WIDE | DPT)), 1),
-    "clip": (lambda: CLIPVisionModel(CLIPVisionConfig(**WIDE)), 1),
-    "siglip": (lambda: SiglipVisionModel(SiglipVisionConfig(**WIDE)), 0),
+    "dinov3": (sized(DINOv3ViTModel, DINOv3ViTConfig, WIDE | {"num_register_tokens": 4}), 5),
+    "dpt": (sized(DPTForSemanticSegmentation, DPTConfig, WIDE | DPT), 1),
+    "clip": (sized(CLIPVisionModel, CLIPVisionConfig, WIDE), 1),
+    "siglip": (sized(SiglipVisionModel, SiglipVisionConfig, WIDE), 0),
 }
 
 
-def tiny_vision(family: str = "vit") -> nn.Module:
+def tiny_vision(family: str = "vit", **sizes: int) -> nn.Module:
     """A model of a family."""
-    return choosing(FAMILIES[family][0])
+    return choosing(lambda: FAMILIES[family][0](**sizes))
 
 
 def choosing(make) -> nn.Module:

@@ -394,8 +394,8 @@ IS_NOT_EXACT = {
 @pytest.mark.parametrize("name", IS_EXACT)
 def test_it_is_exact_attention(backend, name):
     given = IS_EXACT[name]()
-    if backend == "triton" and given["codewords"] == STORED and "exact_keys" in given:
-        pytest.skip("the kernels have no exact keys of stored codewords")
+    if backend == "triton" and given["codebook"] is not None:
+        pytest.skip("`test_fuzz.py` draws such problems for the kernels")
     tolerance = 10 * BACKENDS[backend][1]
     assert relative_error(run(backend, given), sdpa(given)) < tolerance
     if name in IS_NOT_EXACT and backend != "triton":
@@ -475,7 +475,7 @@ def test_identities(form, name):
 
 def test_without_a_codebook_a_shift_of_all_keys_changes_nothing(backend):
     """Catches a centre that is added to some codewords only."""
-    given = usual(OWN, queries=48)
+    given = usual(OWN, batch=1, queries=48)
     tolerance = 20 * BACKENDS[backend][1]
     output = run(backend, given)
     assert relative_error(run(backend, given, **shifted(given)), output) < tolerance
@@ -492,8 +492,7 @@ def test_sinks_share_the_softmax_with_codewords(num_refined):
     assert relative_error(diluted, share * run("reference", given)) < 1e-12
 
 
-@pytest.mark.parametrize("form", [MEANS, STORED])
-@pytest.mark.parametrize("num_refined", [3, 6])
+@pytest.mark.parametrize(("form", "num_refined"), [(MEANS, 3), (STORED, 6)])
 def test_empty_codewords_far_away_change_nothing(backend, form, num_refined):
     given = usual(form, batch=1, queries=24)
     query, codebook = given["query"], given["codebook"]
@@ -536,12 +535,6 @@ def test_tiled_importance_extrapolates_the_denominator(importance_tile):
         query, codebook.parents, counts[None, None], 0.3, importance_tile
     )
     torch.testing.assert_close(importance[0, 0], expected)
-
-
-def test_select_marks_the_largest_and_of_equal_ones_the_lower_index():
-    importance = torch.tensor([[0.0, 2.0, 1.0, 1.0, 2.0, 1.0], [0.0] * 6])
-    expected = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
-    assert torch.equal(reference.select(importance, 3), expected)
 
 
 def test_gradients_pass_straight_through_the_quantization_of_stored_codewords():

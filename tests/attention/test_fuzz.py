@@ -75,23 +75,17 @@ USUAL = {
 }
 STORED = {"has_codebook": True, "codewords": "stored"}
 HARD = {
-    "whole tiles": {"queries": 48},
     "last tile partial": {"queries": 51, "batch": 2},
     "fewer queries than a tile": {"queries": 5, "keys": 40},
     "more keys than queries": {"keys": 70},
     "fewer keys than queries": {"queries": 70, "keys": 33, "query_tile": 128},
-    "tiles of one query": {"queries": 9, "query_tile": 1},
     "rows of a block that belong to the next tile": {"query_tile": 24, "queries": 50},
     "no order": {"query_order": None, "heads": 3},
-    "an order of 32 bits": {"query_order": torch.int32, "key_order": torch.int32},
-    "head dim of SD1.5 level 0": {"head_dim": 40, "scale": 0.5},
     "no padding column": {"head_dim": 64},
-    "nearly one-hot attention": {"scale": 5.0},
     "all parents refined": {"num_refined": 6},
     "all but one refined": {"num_refined": 5, "num_children": 1},
     "none refined": {"num_refined": 0},
     "flat": {"num_refined": 0, "num_children": 0},
-    "one parent, refined": {"num_parents": 1, "num_refined": 1},
     "most parents of one key": {"queries": 30, "num_parents": 25, "num_refined": 17},
     "more children than a warp": {"num_children": 20, "num_parents": 3, "keys": 90},
     "updated parents": {"num_updates": 1, "num_parents": 13},
@@ -105,10 +99,8 @@ HARD = {
     "half of the keys in one leaf": STORED | {"kind": "one hot leaf"},
     "keys far from zero": {"kind": "offset", "has_codebook": True},
     "identical keys": STORED | {"kind": "identical"},
-    "exact keys": {"exact_keys": 9},
     "exact keys, none refined": {"exact_keys": 12, "num_refined": 0},
     "exact keys, all refined": {"exact_keys": 30, "num_refined": 6},
-    "all keys exact": {"queries": 30, "exact_keys": 30},
     "exact keys and sinks": {"exact_keys": 9, "num_sinks": 5},
     "more sinks than keys": {"num_sinks": 70},
     "sinks beside stored codewords": STORED | {"num_sinks": 40, "kind": "offset"},
@@ -116,19 +108,22 @@ HARD = {
 }
 FOR_PYTORCH = {
     "one query and one key": {"queries": 1, "num_parents": 1, "num_refined": 1},
+    "tiles of one query": {"queries": 9, "query_tile": 1},
     "tile above any memory": {"query_tile": 10**9},
+    "an order of 32 bits": {"query_order": torch.int32, "key_order": torch.int32},
     "one channel": {"head_dim": 1},
+    "nearly one-hot attention": {"scale": 5.0},
+    "all keys exact": {"queries": 30, "exact_keys": 30},
     "more parents than keys": STORED | {"num_parents": 60, "num_refined": 25},
     "stored codewords, updated": STORED | {"num_updates": 1},
     "stored codewords, exact keys and sinks": STORED | {"exact_keys": 9, "num_sinks": 5},
 }
+# `test_kernels.py` has head dim 40, orders of 32 bits, and logits of any size.
 FOR_KERNELS = {
     "head dim of SD1.5 level 1": {"head_dim": 80},
-    "head dim of DiT": {"head_dim": 128, "heads": 1},
+    "head dim of DiT": {"head_dim": 128},
     "flat, in two blocks": STORED
     | {"num_refined": 0, "num_children": 0, "num_parents": 90, "keys": 200},
-    "parents above a block": {"queries": 16, "keys": 140, "num_parents": 130}
-    | {"num_children": 1, "num_updates": 1},
     "more tiles than are looked at at once": {"queries": 33, "query_tile": 1, "keys": 20}
     | {"exact_keys": 9, "num_parents": 3},
 }
@@ -188,15 +183,14 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("name", SPOILED)
-def test_wrong_results_are_beyond_the_budget(name, dtype):
-    """The control of the tests above."""
+def test_wrong_results_are_beyond_the_budget(name):
+    """The control of the tests above, where the budget is largest."""
     order = torch.int64 if name == "last key lost" else None  # of keys and queries together
     shape = {"queries": 60, "keys": 61 if order else 60, "exact_keys": 12, "num_sinks": 5}
     wrong = 0
     for seed in range(3):
-        problem = draw_problem(Random(seed), **USUAL | shape, dtype=dtype)
+        problem = draw_problem(Random(seed), **USUAL | shape, dtype=FP16)
 
         def attend(problem=problem, **tokens: torch.Tensor) -> torch.Tensor:
             return problem.attend("torch", **tokens | SPOILED[name](problem.options | tokens))

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import limits, reference
 from avq_diffusers.attention.spec import Spec, Tensors
-from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning
+from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning, updates
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.attention.triton.tuning import AttentionTiling
 from avq_diffusers.codebook.assignment import centre_of
@@ -62,6 +62,13 @@ def use(monkeypatch):
     def use(of_attention: AttentionTiling | None = None, **of_precompute: object) -> None:
         if of_attention is not None:
             monkeypatch.setattr(attention, "attention_tiling", lambda problem: of_attention)
+            of_gradients = gradients.gradient_tiling
+            choice = replace(of_attention, rest_columns=0)
+            monkeypatch.setattr(
+                gradients,
+                "gradient_tiling",
+                lambda problem: replace(of_gradients(problem), choice=choice),
+            )
         if of_precompute:
             tiling = tuning.precompute_tiling
             monkeypatch.setattr(
@@ -77,9 +84,10 @@ def use(monkeypatch):
         plan.cache_clear()
 
 
-@pytest.mark.parametrize("refined", [0, 3])
-@pytest.mark.parametrize("running_max", [False, True])
-@pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
+@pytest.mark.parametrize(
+    ("parent_block", "running_max", "refined"),
+    [(16, False, 0), (16, True, 3), (16, False, 3), (64, False, 3), (64, True, 0)],
+)
 def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, refined, use):
     use(AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
     check(drawn(num_parents=20, num_refined=refined))
@@ -114,6 +122,14 @@ def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     check(drawn(queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
 
 
+def test_updated_parents_in_several_blocks():
+    found = drawn(keys=280, num_parents=140, num_refined=0, num_updates=2)
+    tensors, spec = found.call()
+    parents = updates.updated_parents(tensors.key, tensors.key_order, spec)
+    expected = found.updated_parents(tensors.key.double())
+    assert relative_error(parents, expected) < torch.finfo(FP16).eps
+
+
 @pytest.mark.parametrize("refined", [0, 3, 20])
 @pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
 def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined, use):
@@ -136,9 +152,10 @@ def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined, u
     assert errors[0] <= 1.1 * errors[1] < 0.1
 
 
-@pytest.mark.parametrize("refined", [3, 20])
-@pytest.mark.parametrize("running_max", [False, True])
-@pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
+@pytest.mark.parametrize(
+    ("parent_block", "running_max", "refined"),
+    [(16, False, 3), (16, True, 20), (64, False, 20), (64, True, 3)],
+)
 def test_all_keys_may_lie_far_below_their_parents(parent_block, running_max, refined, use):
     """Catches weights that all vanish in float16 beside a parent that no key stays with."""
     generator = torch.Generator().manual_seed(0)
@@ -181,10 +198,10 @@ SAME_BITS = {
     "nothing": lambda x: x,
     "queries of another tile": lambda x: spoiled(x, query=x.tokens["query"].index_fill(2, LAST, 9)),
     **{
-        name: lambda x, layout=layout: replace(
+        name: lambda x, layout=LAYOUTS[name]: replace(
             x, tokens={name: layout(y) for name, y in x.tokens.items()}
         )
-        for name, layout in LAYOUTS.items()
+        for name in ("channels first", "part of a projection", "every second token")
     },
     "NaN around the tokens, and rows that are not aligned": lambda x: replace(
         x, tokens={name: amid_nan(y) for name, y in x.tokens.items()}

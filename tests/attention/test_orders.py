@@ -87,34 +87,23 @@ def test_eager_calls_share_one_tensor():
     assert query_order(6, 7) is not query_order(7, 6)
 
 
-@pytest.mark.parametrize("kind", ["gilbert", "raster", "random"])
-def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor(kind):
+def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor():
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(str(graph.graph))
         return graph
 
-    cached = query_order(5, 8, kind, seed=3)
+    cached = query_order(5, 8, "random", seed=3)
     expected = cached.clone()
     compiled = torch.compile(
-        lambda: query_order(5, 8, kind, seed=3), backend=backend, fullgraph=True
+        lambda: query_order(5, 8, "random", seed=3), backend=backend, fullgraph=True
     )
     order = compiled()
     assert "avq_diffusers.query_order" in graphs[0]
     assert torch.equal(order, expected)
     order.zero_()
     assert torch.equal(cached, expected)
-
-
-def test_compiles_with_aot_autograd_for_changing_sizes():
-    def reorder(x, height, width):
-        return x[query_order(height, width)] + 0
-
-    compiled = torch.compile(reorder, backend="aot_eager", fullgraph=True)
-    for height, width in [(4, 6), (8, 8), (5, 3)]:
-        x = torch.randn(height * width, 2)
-        assert torch.equal(compiled(x, height, width), x[query_order(height, width)])
 
 
 def test_op_passes_opcheck():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny import CONFIG, random_codebooks, tiny_pipe
+from tiny import CONFIG, random_codebooks, tiny_pipe, tiny_unet, two_level_unet
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined
 from avq_diffusers.cli import main as cli
@@ -49,7 +49,7 @@ def free_port() -> int:
 @pytest.fixture
 def reference():
     """A pipeline like that of the page."""
-    return apply_avq(tiny_pipe(), SIZES, route="always")
+    return apply_avq(tiny_pipe(two_level_unet()), SIZES, route="always")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def site():
             called.append(address)
         return connect(self, address)
 
-    pipe = tiny_pipe()
+    pipe = tiny_pipe(two_level_unet())
     page = build_page(pipe, "tiny", [PROMPT], SIZES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", watched)
@@ -272,7 +272,7 @@ def test_the_command_serves_a_page(site, model, tmp_path, monkeypatch, capsys):
     """With codebooks there are no tolerances; a port that is taken is refused."""
     import gradio
 
-    random_codebooks(tiny_pipe().unet, CONFIG).save_pretrained(tmp_path)
+    random_codebooks(tiny_unet(), CONFIG).save_pretrained(tmp_path)
     served = []
     monkeypatch.setattr(
         gradio.Blocks, "block_thread", lambda page: served.append(page.config) or page.close()

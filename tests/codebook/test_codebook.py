@@ -67,12 +67,3 @@ def test_to_converts_both_tensors_and_keeps_itself_where_nothing_changes():
 def test_codebook_rejects(parents, children, error, message):
     with pytest.raises(error, match=re.escape(message)):
         Codebook(parents, children)
-
-
-def test_can_be_built_inside_a_compiled_function():
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def total(parents, children):
-        codebook = Codebook(parents, children, check_finite=False)
-        return codebook.parents.sum() + codebook.num_codewords
-
-    assert total(PARENTS, CHILDREN) == 15

@@ -98,15 +98,6 @@ def test_one_update_by_hand():
     assert codebook.children[..., 0].tolist() == [[[-2.0, 0.25], [9.0, 9.0]]]
 
 
-def test_counts_add_up():
-    keys, codebook = random_layer()
-    key_sums, counts = batch_statistics(keys, codebook)
-    assert (counts[:, :, 0].sum(1) == keys.shape[0] * keys.shape[2]).all()
-    assert (counts[:, :, 1:].sum(2) <= counts[:, :, 0]).all()
-    assert not batch_statistics(keys.requires_grad_(), codebook)[0].requires_grad
-    torch.testing.assert_close(key_sums[:, :, 0].sum(1), keys.sum((0, 2)))
-
-
 def test_a_known_assignment_is_used():
     keys, codebook = random_layer()
     leaf = assign_leaves(keys, codebook)
@@ -340,18 +331,6 @@ def test_what_was_moved_is_alive_and_the_living_stay():
 def test_refusals(function, keys, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         function(torch.zeros(keys), line_codebook())
-
-
-def test_reassignment_revives_a_codebook():
-    keys, codebook, _, counts = far_layer()
-    stuck, revived = Learning(codebook, counts), Learning(codebook, counts)
-    for step in range(20):
-        for statistics in (stuck, revived):
-            statistics.update(*batch_statistics(keys, statistics.codebook()), decay=0.8)
-        revived.reassign_dead(keys, threshold=1.0, seed=step)
-    assert (batch_statistics(keys, stuck.codebook())[1][:, :, 0] == 0).any()
-    assert (batch_statistics(keys, revived.codebook())[1][:, :, 0] > 0).all()
-    assert constraint_error(revived.codebook()) < 1e-10
 
 
 def test_decay_warms_up_along_a_cosine():

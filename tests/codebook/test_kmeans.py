@@ -29,15 +29,14 @@ def squared_errors(key, codebook):
 
 
 @pytest.mark.parametrize("num_components", [24, 100])
-@pytest.mark.parametrize("n_init", [1, 4])
-def test_inertia_is_that_of_scikit_learn(num_components, n_init):
+def test_inertia_is_that_of_scikit_learn(num_components):
     # Both find local minima; a mean over keys and seeds tells worse from unlucky.
     ratios = []
     for seed in range(3):
         keys = gaussian_mixture(2, 2000, 8, num_components, seed)
         parent_error, _ = squared_errors(keys, fit_codebook(keys, 24, 0, seed=seed))
         for head in range(2):
-            oracle = KMeans(24, n_init=n_init, random_state=seed).fit(keys[head].numpy())
+            oracle = KMeans(24, n_init=4, random_state=seed).fit(keys[head].numpy())
             ratios.append(parent_error[head].sum() / oracle.inertia_)
     assert sum(ratios) / len(ratios) < 1.02
 

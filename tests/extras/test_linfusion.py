@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from safetensors.torch import load_file, save_file
-from tiny import CONFIG, LAYER, predict, random_codebooks, sdxl_unet, tiny_pipe, tiny_unet
+from tiny import CONFIG, LAYER, predict, random_codebooks, sdxl_unet, tiny_pipe, two_level_unet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +45,16 @@ def random_layers(unet, levels=LEVELS):
             for name, tensor in state.items()
         }
     return layers
+
+
+@pytest.fixture
+def unet():
+    return two_level_unet()
+
+
+@pytest.fixture
+def pipe(unet):
+    return tiny_pipe(unet)
 
 
 @pytest.fixture
@@ -268,7 +278,7 @@ class TestLoading:
         text = torch.zeros(1, 5, 32, dtype=torch.bfloat16)
         with torch.no_grad():
             assert unet(inputs, 10, text, return_dict=False)[0].isfinite().all()
-        assert torch.equal(predict(load_linfusion(tiny_unet(), folder)), exact)
+        assert torch.equal(predict(load_linfusion(two_level_unet(), folder)), exact)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -296,7 +306,7 @@ class TestRefusals:
     @pytest.fixture
     def loaded(self, folder):
         """A UNet with LinFusion layers; what is refused must leave them."""
-        unet = load_linfusion(tiny_unet(), folder)
+        unet = load_linfusion(two_level_unet(), folder)
         before = unet.attn_processors
         yield unet
         after = unet.attn_processors
@@ -373,7 +383,7 @@ class TestRefusals:
         [
             (sdxl_unet, f"another model: this UNet has no self-attention {LAYER}"),
             (
-                lambda: tiny_unet(attention_head_dim=4),
+                lambda: two_level_unet(attention_head_dim=4),
                 f"another model: {LAYER} has 4 heads of dim 4, but the file has 2 of dim 8",
             ),
         ],

@@ -17,7 +17,6 @@ from diffusers import (
     DDIMScheduler,
     StableDiffusionAdapterPipeline,
     StableDiffusionControlNetPipeline,
-    StableDiffusionImg2ImgPipeline,
     StableDiffusionInstructPix2PixPipeline,
     StableDiffusionPAGPipeline,
     StableDiffusionPipeline,
@@ -132,40 +131,30 @@ class TestConvolution:
         assert_equal_to_rounding(result, expected)
 
     @pytest.mark.parametrize(
-        ("height", "width", "factors"),
+        ("height", "width", "factors", "config"),
         [
-            (128, 128, by_level(2, 2, 2)),
-            (160, 160, by_level(2.5, 2.5, 2.5)),
-            (256, 128, by_level(2, 3, 4)),
+            (128, 128, (2, 2, 2), None),
+            (160, 160, (2.5, 2.5, 2.5), None),
+            (256, 128, (2, 3, 4), None),
+            (144, 160, (1.5, 1.5, 1.5), ScaleCrafterConfig((1, 1.5), num_dilated_steps=30)),
+            (64, 128, (2, 2, 2), ScaleCrafterConfig((1, 2), num_dilated_steps=30)),
         ],
     )
-    def test_unet(self, height, width, factors):
-        """Catches a level or a kind of convolution that is forgotten, added or mixed up."""
-        unet = small_unet().double()
+    def test_unet(self, height, width, factors, config):
+        """Catches a level or a kind of convolution that is forgotten, added or mixed up, one whose
+        size is not that of the plain UNet, 18, 9, 5, 3, and an image that is refused unless both
+        sides are larger than in training."""
+        factors, unet = by_level(*factors), small_unet().double()
         latents = {"height": height // 8, "width": width // 8}
         expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
         plain, late = predict(unet, **latents), predict(unet, PLAIN, **latents)
-        pipe = apply_scalecrafter(tiny_pipe(unet).to(torch.float64), height, width)
+        pipe = tiny_pipe(unet).to(torch.float64)
+        apply_scalecrafter(pipe, height, width, config=config)
         draw(pipe, height=height, width=width, guidance_scale=1.0)  # for noise-damped guidance
         assert_equal_to_rounding(predict(unet, **latents), expected)
         assert differ(expected, plain)
         assert torch.equal(predict(unet, PLAIN, **latents), late)
         assert torch.equal(predict(remove_scalecrafter(pipe).unet, **latents), plain)
-
-    @pytest.mark.parametrize(
-        ("height", "width", "factor"), [(144, 160, 1.5), (128, 64, 2), (64, 128, 2)]
-    )
-    def test_other_sizes(self, height, width, factor):
-        """Catches a level whose size is not that of the plain UNet, 18, 9, 5, 3, and an image that
-        is refused unless both sides are larger than in training."""
-        unet = small_unet().double()
-        config = ScaleCrafterConfig((1, factor), num_dilated_steps=30)
-        latents = {"height": height // 8, "width": width // 8}
-        plain, factors = predict(unet, **latents), by_level(factor, factor, factor)
-        expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
-        apply_scalecrafter(unet, height, width, config=config)
-        assert_equal_to_rounding(predict(unet, **latents), expected)
-        assert differ(expected, plain)
 
     @pytest.mark.parametrize("padding", [1, 0])
     def test_downsamplers_stay_as_they_are(self, padding):
@@ -624,14 +613,6 @@ class TestBeside:
         unet = apply_scalecrafter(small_unet(), 128, 128)
         cpu_offload(unet, execution_device=torch.device("cpu"))
         assert torch.equal(predict(unet), expected)
-
-    def test_img2img(self):
-        pipe = small_pipe(StableDiffusionImg2ImgPipeline)
-        image = random_image(128)
-        plain, late = (draw(pipe, image=image, strength=strength) for strength in (1.0, 0.5))
-        apply_scalecrafter(pipe, 128, 128)
-        assert differ(draw(pipe, image=image, strength=1.0), plain)
-        assert torch.equal(draw(pipe, image=image, strength=0.5), late)  # starts at timestep 1
 
     def test_compile(self):
         """Catches graphs that multiply with the timesteps, or do not switch."""

@@ -13,7 +13,7 @@ import tiny_transformers
 import tiny_vision
 import torch
 from diffusers import ControlNetModel
-from tiny import tiny_unet
+from tiny import tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
 from torch import Tensor, nn
 
@@ -42,8 +42,7 @@ class Kind:
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
         exports: whether `torch.export` takes it with AVQ.
-        compiled: the model for tests of compilers; None if it adds nothing to another kind's
-            or to `test_compile.py`.
+        small: of fewer layers, for compilers and exporters; None where `make` is small.
         feature: of `eval/results/features.md`.
     """
 
@@ -61,7 +60,7 @@ class Kind:
     takes_codebooks: bool = False
     pickles: bool = True
     exports: bool = True
-    compiled: Callable[[], nn.Module] | None = None
+    small: Callable[[], nn.Module] | None = None
     feature: str | None = None
 
     def call(self, model: nn.Module, size: Size | None = None, **overrides) -> Tensor:
@@ -106,14 +105,7 @@ def text_mask(num_tokens: int) -> dict[str, Tensor]:
     return {"encoder_hidden_states_mask": torch.arange(NUM_TEXT).expand(2, -1) < NUM_TEXT // 2}
 
 
-# UNets: two levels with self-attention.
-
-UNET = {
-    "block_out_channels": (16, 32),
-    "down_block_types": ("CrossAttnDownBlock2D",) * 2,
-    "up_block_types": ("CrossAttnUpBlock2D",) * 2,
-}
-# None at level 0, blocks of two layers.
+# UNets: two levels with self-attention. SDXL has none at level 0, blocks of two layers.
 SDXL = {
     "block_out_channels": (16, 32),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -128,7 +120,7 @@ SDXL = {
 
 
 def controlnet() -> ControlNetModel:
-    net = ControlNetModel.from_unet(tiny_unet(**UNET), conditioning_channels=3).eval()
+    net = ControlNetModel.from_unet(two_level_unet(), conditioning_channels=3).eval()
     for name, parameter in net.named_parameters():  # zero, so that training starts gently
         if name.startswith("controlnet_") and name.endswith("weight"):
             nn.init.normal_(parameter, std=0.1)
@@ -260,7 +252,7 @@ def vision_kind(family: str, inputs=sized_inputs, **others) -> Kind:
 
 
 KINDS = (
-    unet_kind("SD1.5", partial(tiny_unet, **UNET)),
+    unet_kind("SD1.5", two_level_unet, small=traced_unet),
     unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
     transformer_kind("SD3", sd3_transformer, beside=(0, NUM_TEXT), feature="SD3"),
@@ -268,7 +260,7 @@ KINDS = (
         "SD3.5",
         tiny_transformers.sd3_transformer,
         beside=None,
-        compiled=partial(tiny_transformers.sd3_transformer, num_layers=1),
+        small=partial(tiny_transformers.sd3_transformer, num_layers=1),
         feature="SD3",
     ),
     flux_kind(
@@ -276,7 +268,7 @@ KINDS = (
         tiny_transformers.flux_transformer,
         beside=(NUM_TEXT, 0),
         references=flux_references(3),
-        compiled=partial(tiny_transformers.flux_transformer, num_single_layers=0),
+        small=partial(tiny_transformers.flux_transformer, num_single_layers=0),
         feature="Flux",
     ),
     flux_kind(
@@ -333,7 +325,7 @@ KINDS = (
         "dinov2 with registers",
         inputs=vision_inputs,
         mask=None,  # its layers take none in transformers 5.17
-        compiled=partial(tiny_vision.tiny_vision, "dinov2 with registers"),
+        small=partial(tiny_vision.tiny_vision, "dinov2 with registers", num_hidden_layers=1),
     ),
     vision_kind("dinov3", inputs=vision_inputs),
     vision_kind("dpt", inputs=vision_inputs, mask=None, sizes=((8, 8), (4, 4))),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import kinds
+from checks import calls, kinds
 from diffusers import FirstBlockCacheConfig, HunyuanImageTransformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -22,10 +22,6 @@ from avq_diffusers import apply_avq, avq_disabled, remove_avq, summary
 from avq_diffusers.hosts import grids
 
 feature = pytest.mark.feature
-
-
-def calls(model) -> list[dict[str, int]]:
-    return [row.calls for row in summary(model).rows]
 
 
 def backends(model) -> set[AttentionBackendName]:

@@ -25,15 +25,21 @@ from avq_diffusers.hosts.measurement import output_errors
 from avq_diffusers.hosts.timesteps import sampling_weights
 
 PROMPT = "a red fox"
-CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
+CONFIG = AVQConfig.parse("M8P4C2", query_tile=16)
 COARSE, MIDDLE, FINE = "M4P0C0", "M8P4C2", "M8P8C4E16"
-SIZE = {"height": 128, "width": 128, "progress": False}
+SIZE = {"height": 64, "width": 64, "progress": False}
 SPEC = LayerSpec("a", 0, 2, 8)
 
 
 @pytest.fixture(autouse=True)
 def short_ladder(monkeypatch):
     monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
+
+
+@pytest.fixture
+def pipe():
+    """With four layers of self-attention, all at level 0."""
+    return tiny_pipe(small_unet())
 
 
 @cache
@@ -68,45 +74,42 @@ def noise_of(pipe, source, **run):
 class TestMeasure:
     def test_effects_are_those_of_one_layer_alone(self, pipe):
         """By hand. Catches the attention's own error in place of the output's, parts mixed up,
-        calls that all count alike, and layers or sizes mixed up."""
+        calls that all count alike, layers or sizes mixed up, and another seed."""
         profile = measure(pipe, parts=3, seed=5)
         assert profile.shares == {1000: 1 / 3, 666: 1 / 3, 333: 1 / 3}  # calls at 667, 334 and 1
-        run = {"height": 128, "width": 128, "num_inference_steps": 3}
+        run = {"height": 64, "width": 64, "num_inference_steps": 3}
         names = [one.layer.name for one in profile.layers]
         alphas = pipe.scheduler.alphas_cumprod.double()
-        for place in (1, 4):
+        weights = [float(sampling_weights(alphas, 3)[x]) for x in (667, 334, 1)]
+        for place, sizes in ((0, MIDDLE), (2, FINE)):
             others = tuple(name for name in names if name != names[place])
-            for sizes in (MIDDLE, FINE):
-                config = AVQConfig.parse(sizes, query_tile=16, levels=(0, 1), exact=others)
-                exact, found = noise_of(pipe, config, **run)
-                weights = [float(sampling_weights(alphas, 3)[x]) for x in (667, 334, 1)]
-                squares = [
-                    weight * float((a - b).double().square().sum())
-                    for a, b, weight in zip(found, exact, weights, strict=True)
-                ]
-                total = sum(
-                    weight * float(x.double().square().sum())
-                    for x, weight in zip(exact, weights, strict=True)
-                )
-                effects = profile.layers[place].effects.values()
-                measured = [of_part[sizes] for of_part in effects]
-                expected = [(square / total) ** 0.5 for square in squares]
-                assert measured == pytest.approx(expected, rel=1e-2)
-        assert measure(pipe, parts=2).layers != measure(pipe, parts=2, seed=5).layers
+            config = AVQConfig.parse(sizes, query_tile=16, exact=others)
+            exact, found = noise_of(pipe, config, **run)
+            squares = [
+                weight * float((a - b).double().square().sum())
+                for a, b, weight in zip(found, exact, weights, strict=True)
+            ]
+            total = sum(
+                weight * float(x.double().square().sum())
+                for x, weight in zip(exact, weights, strict=True)
+            )
+            effects = profile.layers[place].effects.values()
+            measured = [of_part[sizes] for of_part in effects]
+            expected = [(square / total) ** 0.5 for square in squares]
+            assert measured == pytest.approx(expected, rel=1e-2)
 
     def test_all_layers_together(self, pipe):
         """Catches a correction by layers alone, and a mean over examples."""
-        arguments = {**SIZE, "num_inference_steps": 3, "parts": 1}
+        arguments = {**SIZE, "num_inference_steps": 2, "parts": 1}
         profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
         plans = [profile.uniform(sizes).choices for sizes in (COARSE, FINE)]
         coarse, fine = output_errors(pipe, [PROMPT, "a dog"], plans, CONFIG, **arguments)
         for one, other in ((coarse, fine), (coarse[::-1], coarse)):
             assert one != other
         points = {point.measured for point in profile.curve}
-        for tolerance in (0.02, 0.1):
-            plan = replace(profile, curve=()).within(tolerance).choices
-            (errors,) = output_errors(pipe, [PROMPT, "a dog"], [plan], CONFIG, **arguments)
-            assert max(errors) == 0 or max(errors) in points
+        plan = replace(profile, curve=()).within(0.05).choices
+        (errors,) = output_errors(pipe, [PROMPT, "a dog"], [plan], CONFIG, **arguments)
+        assert max(errors) == 0 or max(errors) in points
 
     def test_a_part_without_a_call(self, pipe):
         """The parts before the first call take its sizes."""
@@ -114,11 +117,11 @@ class TestMeasure:
 
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""
-        monkeypatch.setattr(measurement, "MOST_REPEATED", 48)  # of 12 calls, 6 layers, 2 sizes
+        monkeypatch.setattr(measurement, "MOST_REPEATED", 32)  # of 12 calls, 4 layers, 2 sizes
         calls, arguments = [], {**SIZE, "num_inference_steps": 6, "parts": 3}
         with pipe.unet.register_forward_pre_hook(lambda *_: calls.append(1)):
             profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
-        assert len(calls) == 2 * 12 + 48 + 12 * len(measurement.CHECKED)
+        assert len(calls) == 2 * 12 + 32 + 12 * len(measurement.CHECKED)
         for one in profile.layers:
             assert len({tuple(effects.values()) for effects in one.effects.values()}) == 3
 
@@ -137,11 +140,9 @@ class TestMeasure:
         """Catches E256 measured, and chosen, for 64 tokens."""
         monkeypatch.setattr(measured_layer, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
         for one in measure(pipe, num_inference_steps=1, parts=1).layers:
-            sizes = {COARSE: 4, MIDDLE: 16, "M8P0C0E55": 63}
-            sizes |= {"M8P0C0E56": 64} if one.layer.level == 0 else {}
-            tokens = one.num_tokens
+            columns = {COARSE: 4, MIDDLE: 16, "M8P0C0E55": 63, "exact": 64}
             relative = {name: time / one.times["exact"] for name, time in one.times.items()}
-            expected = {name: columns / tokens for name, columns in sizes.items()} | {"exact": 1}
+            expected = {name: number / 64 for name, number in columns.items()}
             assert relative == pytest.approx(expected)
 
     @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ class TestMeasure:
         pipe.scheduler = EDMEulerScheduler()
         with pytest.raises(ValueError, match="measure_error with several parts need a sampler"):
             measure(pipe)
-        assert set(measure(pipe, parts=1).shares) == {1000}
+        assert set(measure(pipe, parts=1, num_inference_steps=1).shares) == {1000}
 
 
 @pytest.mark.parametrize(

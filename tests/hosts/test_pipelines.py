@@ -66,14 +66,13 @@ def upscaler():
 
 
 def refiner():
-    """Four levels, attention at 1 and 2, four transformer blocks each."""
+    """Four levels, attention at 1 and 2, two transformer blocks each."""
     down, up = ["DownBlock2D"] * 4, ["UpBlock2D"] * 4
     down[1:3], up[1:3] = ["CrossAttnDownBlock2D"] * 2, ["CrossAttnUpBlock2D"] * 2
     unet = tiny_unet(
         down_block_types=down,
         up_block_types=up,
-        layers_per_block=2,
-        transformer_layers_per_block=4,
+        transformer_layers_per_block=2,
         attention_head_dim=(2, 4, 8, 8),
         use_linear_projection=True,
         addition_embed_type="text_time",

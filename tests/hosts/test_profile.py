@@ -11,7 +11,7 @@ import pytest
 import tiny_transformers
 import torch
 from PIL import Image
-from tiny import LAYER, draw, random_codebooks, tiny_pipe, tiny_unet
+from tiny import LAYER, draw, random_codebooks, tiny_pipe, tiny_unet, two_level_unet
 from tiny_transformers import predict, sd3_pipe, sd3_transformer, wan_transformer
 from tiny_vision import ANY_SIZE, features, images, tiny_vision
 
@@ -68,8 +68,18 @@ RUN = {"num_inference_steps": 2, "seed": 3, **QUIET}
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 8}
 PROMPTED = {"prompt": [PROMPT]}
 LEVELS = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1))
-UNET = Kind(tiny_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
-SD3 = Kind(sd3_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
+
+
+def small_sd3_pipe():
+    return sd3_pipe(transformer=sd3_transformer(num_layers=2, dual_attention_layers=(0,)))
+
+
+def two_level_pipe():
+    return tiny_pipe(two_level_unet())
+
+
+UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
+SD3 = Kind(small_sd3_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
 WAN22 = Kind(Wan22, Wan22.__call__, PROMPTED, QUIET)
 VISION = Kind(tiny_vision, features, {"pixel_values": (images(), -2 * images()[:1])}, QUIET)
 
@@ -264,7 +274,7 @@ class TestApply:
     def test_a_model_is_measured_once(self, monkeypatch):
         """Catches a second measurement, and the profile of another model, size or prompt."""
         monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
-        run = UNET.run | {"num_inference_steps": 3}
+        run = UNET.run | {"num_inference_steps": 1, "height": 64, "width": 64}
 
         def apply(pipe, forbidden=False, **arguments):
             handle = pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
@@ -274,16 +284,16 @@ class TestApply:
                 apply_avq(pipe, LEVELS, tolerance=0.05, **run | arguments)
             return summary(pipe)
 
-        first = apply(tiny_pipe(), prompt=[PROMPT])
-        assert apply(tiny_pipe(), forbidden=True, prompt=[PROMPT]) == first
-        assert apply(tiny_pipe(), forbidden=True) == first
-        changed = tiny_pipe()
+        first = apply(UNET.make(), prompt=[PROMPT])
+        assert apply(UNET.make(), forbidden=True, prompt=[PROMPT]) == first
+        assert apply(UNET.make(), forbidden=True) == first
+        changed = UNET.make()
         changed.unet.get_submodule(LAYER).to_q.weight.data *= 2
-        for pipe, arguments in ((changed, {}), (tiny_pipe(), {"height": 192})):
+        for pipe, arguments in ((changed, {}), (UNET.make(), {"height": 192})):
             with pytest.raises(TypeError, match="to measure this model on once"):
                 apply(pipe, forbidden=True, **arguments)
         with pytest.raises(pytest.fail.Exception, match="it ran"):
-            apply(tiny_pipe(), forbidden=True, prompt=["a dog"])
+            apply(UNET.make(), forbidden=True, prompt=["a dog"])
 
     def test_fewer_tokens_than_were_measured_run_exact(self, pipe):
         """Catches AVQ where its cost is unknown, and a forced route that is not."""

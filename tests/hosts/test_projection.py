@@ -49,10 +49,8 @@ def patch(layer):
     layer.forward = lambda tokens: F.linear(tokens, layer.weight).tanh()
 
 
-@contextmanager
-def global_hooks(unet):
+def hook_all_modules(layers):
     """Hooks of all modules of the process."""
-    layers = {*projections(unet, "to_q")}
 
     def double(layer, inputs):
         return (2 * inputs[0],) if layer in layers else None
@@ -60,23 +58,31 @@ def global_hooks(unet):
     def smooth(layer, inputs, output):
         return blur(layer, inputs, output) if layer in layers else None
 
-    with register_module_forward_pre_hook(double), register_module_forward_hook(smooth):
-        yield
+    return register_module_forward_pre_hook(double), register_module_forward_hook(smooth)
 
 
+def each(change):
+    return lambda layers: [change(layer) for layer in layers]
+
+
+# What acts on the layers of one projection.
 ACTIONS = {
-    "blur queries": ("to_q", lambda layer: layer.register_forward_hook(blur)),
-    "turn inputs": ("to_v", lambda layer: layer.register_forward_pre_hook(turn)),
-    "squash outputs": ("to_out.0", lambda layer: layer.register_forward_hook(squash)),
-    "read weights": ("to_v", lambda layer: layer.register_forward_hook(read_weight)),
-    "patch forward": ("to_q", patch),
+    "blur queries": ("to_q", each(lambda layer: layer.register_forward_hook(blur))),
+    "turn inputs": ("to_v", each(lambda layer: layer.register_forward_pre_hook(turn))),
+    "squash outputs": ("to_out.0", each(lambda layer: layer.register_forward_hook(squash))),
+    "read weights": ("to_v", each(lambda layer: layer.register_forward_hook(read_weight))),
+    "patch forward": ("to_q", each(patch)),
+    "hook all modules": ("to_q", hook_all_modules),
 }
 
 
-def act(unet, action):
-    name, change = ACTIONS[action]
-    for layer in projections(unet, name):
-        change(layer)
+@contextmanager
+def acting(unet, action):
+    name, act = ACTIONS[action]
+    handles = act(projections(unet, name))
+    yield
+    for handle in filter(None, handles):
+        handle.remove()
 
 
 def use_lora(unet):
@@ -121,8 +127,8 @@ def baked_unet():
     [
         *((None, action) for action in ACTIONS),
         *((prepare, "blur queries") for prepare in CHANGED_IN_CALLS),
-        ("LoRA", "turn inputs"),
-        ("LoRA", "squash outputs"),
+        *(("LoRA", action) for action in ("turn inputs", "squash outputs", "hook all modules")),
+        ("offload", "hook all modules"),
     ],
 )
 def test_what_acts_on_projections(prepare, action):
@@ -134,11 +140,12 @@ def test_what_acts_on_projections(prepare, action):
     if prepare == "LoRA":
         use_lora(baked)
     plain = predict(baked, HEIGHT, WIDTH)
-    act(tuned, action)
-    act(baked, action)
-    expected = predict(baked, HEIGHT, WIDTH)
+    with acting(baked, action):
+        expected = predict(baked, HEIGHT, WIDTH)
     assert (expected - plain).norm() > 1e-2 * plain.norm()
-    torch.testing.assert_close(predict(tuned, HEIGHT, WIDTH), expected, rtol=1e-5, atol=1e-5)
+    with acting(tuned, action):
+        found = predict(tuned, HEIGHT, WIDTH)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_backward_hooks_run():
@@ -156,28 +163,10 @@ def test_threads(has_lora):
     unet = tuned_unet()
     if has_lora:
         use_lora(unet)
-    act(unet, "blur queries")
-    expected = predict(unet, HEIGHT, WIDTH)
-    with ThreadPoolExecutor(4) as threads:
+    with acting(unet, "blur queries"), ThreadPoolExecutor(4) as threads:
+        expected = predict(unet, HEIGHT, WIDTH)
         for output in threads.map(lambda _: predict(unet, HEIGHT, WIDTH), range(8)):
             assert torch.equal(output, expected)
-
-
-@pytest.mark.parametrize("prepare", [None, "LoRA", "offload"])
-def test_global_hooks(prepare):
-    """Catches a product in place of a call of the layer, and a hook that misses the change."""
-    tuned, baked = tuned_unet(), baked_unet()
-    if prepare:
-        CHANGED_IN_CALLS[prepare](tuned)
-    if prepare == "LoRA":
-        use_lora(baked)
-    plain = predict(baked, HEIGHT, WIDTH)
-    with global_hooks(baked):
-        expected = predict(baked, HEIGHT, WIDTH)
-    assert (expected - plain).norm() > 1e-2 * plain.norm()
-    with global_hooks(tuned):
-        found = predict(tuned, HEIGHT, WIDTH)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 class Products(TorchDispatchMode):

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import differ, kinds
+from checks import calls, differ, kinds
 from tiny import random_codebooks
 from tiny_vision import (
     COARSE,
@@ -42,10 +42,6 @@ from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.vision import apply_avq, remove_avq, select_layers, summary
 
 EVERY_KEY = AVQConfig.parse("M8P8C4E64", query_tile=16)  # of 8 x 8 patches
-
-
-def calls(model):
-    return [row.calls for row in summary(model).rows]
 
 
 def test_a_text_tower_stays():
