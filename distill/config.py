@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from avq_diffusers import AVQConfig, ErrorProfile
+from avq_diffusers import AVQConfig
 from distill.config_file import (
     Config,
     Count,
@@ -185,6 +185,8 @@ class DistillConfig(Config):
             return values
         if "tolerance" not in section:
             raise ValueError("avq.profile needs avq.tolerance, such as 0.02.")
+        from avq_diffusers import ErrorProfile  # help must not wait for PyTorch
+
         profile = ErrorProfile.load(section["profile"])
         chosen = profile.config_within(section["tolerance"])
         return {**values, "avq": plain_values(chosen)}
