@@ -7,6 +7,7 @@ set.
 """
 
 import hashlib
+import importlib
 import warnings
 from collections.abc import Iterable
 from functools import cache
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from avq_diffusers.attention.limits import VERIFIED, faults
-from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
+from avq_diffusers.attention.limits import HAS_TRITON, VERIFIED, faults
+from avq_diffusers.attention.spec import Spec, Tensors
 
 # Where passed checks are remembered between processes, if anywhere.
 folder: Path | None = None
@@ -28,7 +29,7 @@ folder: Path | None = None
 LARGEST_ERROR = 0.1
 TILE = 64
 
-_passed: set[str] = set()
+_passed: set[tuple[Any, ...]] = set()
 
 
 @cache
@@ -40,7 +41,7 @@ def is_verified(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    name, triton = torch.cuda.get_device_name(device), version("triton")
+    name, triton = torch.cuda.get_device_name(device), _version("triton")
     return any(name.startswith(card) and triton.startswith(x) for card, x in VERIFIED.items())
 
 
@@ -58,10 +59,10 @@ def is_due(tensors: Tensors, spec: Spec, *, of: str = "attention") -> bool:
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    name = _name(tensors, spec, of)
-    if name not in _passed and folder is not None and (folder / name).exists():
-        _passed.add(name)
-    return name not in _passed
+    kind = _kind(tensors, spec, of)
+    if kind not in _passed and folder is not None and (folder / _name(kind)).exists():
+        _passed.add(kind)
+    return kind not in _passed
 
 
 def passes(
@@ -77,7 +78,7 @@ def passes(
     error = max(distance(found, expected) for found, expected in pairs)
     device = tensors.query.device
     if error <= LARGEST_ERROR:
-        _remember(_name(tensors, spec, of))
+        _remember(_kind(tensors, spec, of))
         return True
     faults[(device,)] = "the kernels gave a wrong result on this GPU"
     warnings.warn(
@@ -107,22 +108,26 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((difference / size).max().sqrt())
 
 
-def _name(tensors: Tensors, spec: Spec, of: str) -> str:
-    """The name of a kind of call: what its kernels are compiled for."""
+def _kind(tensors: Tensors, spec: Spec, of: str) -> tuple[Any, ...]:
+    """What the kernels of a call are compiled for."""
     query = tensors.query
-    given = [x is None for x in tensors]
-    orders = [None if x is None else x.dtype for x in tensors[NUM_TOKENS:]]
-    facts = (_environment(query.device), of, query.dtype, query.shape[1], query.shape[3], spec)
-    return hashlib.sha256(repr((facts, given, orders)).encode()).hexdigest()[:24]
+    given = tuple(None if x is None else x.dtype for x in tensors)
+    return query.device, of, query.shape[1], query.shape[3], given, spec
 
 
-def _remember(name: str) -> None:
-    _passed.add(name)
+def _name(kind: tuple[Any, ...]) -> str:
+    """The name of a file that says that a kind has passed."""
+    device, *facts = kind
+    return hashlib.sha256(repr((_environment(device), *facts)).encode()).hexdigest()[:24]
+
+
+def _remember(kind: tuple[Any, ...]) -> None:
+    _passed.add(kind)
     if folder is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+        (folder / _name(kind)).touch()
     except OSError:
         return
 
@@ -134,9 +139,15 @@ def _environment(device: torch.device) -> str:
     if device.type == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts = [torch.cuda.get_device_name(device), f"compute capability {capability}"]
-    for package in ("avq-diffusers", "torch", "triton"):
-        try:
-            facts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            facts.append(f"{package} of unknown version")
+    facts += [f"{package} {_version(package)}" for package in ("avq-diffusers", "torch", "triton")]
     return ", ".join(facts)
+
+
+def _version(package: str) -> str:
+    """The version of a package; of Triton by its module, because its packages have many names."""
+    if package == "triton" and HAS_TRITON:
+        return importlib.import_module(package).__version__
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
