@@ -310,7 +310,11 @@ def _call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
 
 @torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({_CALL}) -> Tensor")
 def _attention(*arguments: Any) -> Tensor:
-    tensors, spec = _call_of(arguments)
+    return _by_pytorch(*_call_of(arguments))
+
+
+def _by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
+    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
     # Autocast would compute the float32 products in half precision.
     with torch.autocast(tensors.query.device.type, enabled=False):
         return torch_forward.avq_attention(tensors, spec)
@@ -339,12 +343,6 @@ def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
             _settled.clear()
             return _by_pytorch(tensors, spec)
     return output
-
-
-def _by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
-    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
-    with torch.autocast(tensors.query.device.type, enabled=False):
-        return torch_forward.avq_attention(tensors, spec)
 
 
 def _note_lack(tensors: Tensors, spec: Spec, error: Exception) -> None:

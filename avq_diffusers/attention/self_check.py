@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from avq_diffusers.attention.limits import HAS_TRITON, VERIFIED, faults
+from avq_diffusers.attention.limits import HAS_TRITON, VERIFIED, faults, kind_of_call
 from avq_diffusers.attention.spec import Spec, Tensors
 
 # Where passed checks are remembered between processes, if anywhere.
@@ -110,9 +110,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def _kind(tensors: Tensors, spec: Spec, of: str) -> tuple[Any, ...]:
     """What the kernels of a call are compiled for."""
-    query = tensors.query
     given = tuple(None if x is None else x.dtype for x in tensors)
-    return query.device, of, query.shape[1], query.shape[3], given, spec
+    return *kind_of_call(tensors, spec), tensors.query.shape[1], given, of
 
 
 def _name(kind: tuple[Any, ...]) -> str:

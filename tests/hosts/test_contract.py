@@ -3,9 +3,10 @@
 import copy
 import inspect
 import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -647,6 +648,31 @@ def test_threads_have_their_own_grids(kind, model):
 
     with hooked(model, meet):
         run_threads(*(partial(run, *pair) for pair in zip(kind.sizes, expected, strict=True)))
+
+
+@for_kinds(ADAPTERS)
+def test_threads_that_switch(kind, model):
+    """Catches hooks that stay, and layers of two installations."""
+    interval = sys.getswitchinterval()
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
+
+    def switch():
+        for _ in range(3):
+            apply_avq(model, kind.config(**OTHER))
+            remove_avq(model)
+
+    def refine():
+        for _ in range(6):
+            with suppress(ValueError):  # there is no AVQ at this moment
+                set_num_refined(model, scheduled(kind))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        run_threads(switch, switch, refine)
+    finally:
+        sys.setswitchinterval(interval)
+    assert torch.equal(kind.predict(apply_avq(model, kind.config(**COARSE))), avq)
+    assert torch.equal(kind.predict(remove_avq(model)), kind.exact)
 
 
 @for_kinds(ADAPTERS)

@@ -41,10 +41,11 @@ def _reduced(tiling: AttentionTiling, problem: Problem) -> AttentionTiling:
     """The tiling within the columns of a reduction."""
     if not problem.reduction:
         return tiling
-    columns, num_children = COLUMNS[problem.reduction], problem.spec.num_children
+    columns = COLUMNS[problem.reduction]
+    refined = max(1, columns // padded(max(1, problem.spec.num_children)))
     return replace(
         tiling,
-        parents_per_block=max(1, columns // padded(num_children) if num_children else columns),
+        parents_per_block=min(refined, tiling.parents_per_block),
         parent_block=min(columns, tiling.parent_block),
     )
 
