@@ -31,6 +31,7 @@ from avq_diffusers.attention.triton.exact import (
     TokenLayout,
     TokenPointers,
     exact_of_tile,
+    load_chunk,
     load_token_codes,
     load_tokens,
     tokens_of_head,
@@ -181,14 +182,25 @@ def _add_all(
                 grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES
             )
     if SIZES.EXACT_KEYS:
+        CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
         total = tl.load(exact.columns.number + 1)
-        for start in tl.range(0, total, SIZES.BLOCK_K):
-            rank = start + tl.arange(0, SIZES.BLOCK_K)
-            valid = rank < total
-            token = tl.load(exact.columns.token + rank, mask=valid, other=0)
-            grad_query = _add_tokens(
-                grad_query, tile, exact.keys, token, exact_column_ptr, rank, valid, SIZES
-            )
+        for first in tl.range(0, total, CHUNK):
+            tokens = load_chunk(exact, first, total, CHUNK)
+            number = tl.minimum(CHUNK, total - first)
+            for start in tl.range(0, number, SIZES.BLOCK_K):
+                rank = start + tl.arange(0, SIZES.BLOCK_K)
+                token = tl.gather(tokens, rank, axis=0)
+                valid = rank < number
+                grad_query = _add_tokens(
+                    grad_query,
+                    tile,
+                    exact.keys,
+                    token,
+                    exact_column_ptr,
+                    first + rank,
+                    valid,
+                    SIZES,
+                )
     if SIZES.SINKS:
         for start in tl.range(0, sinks.number, SIZES.BLOCK_K):
             token = start + tl.arange(0, SIZES.BLOCK_K)

@@ -152,15 +152,19 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     row = tl.load(exact.columns.row + column, mask=is_column, other=0)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
 
-    # The columns from the least rank key on whose keys fit. A sort would compile for half a minute.
-    least = tl.full([], 0, rank_key.dtype)
-    most = tl.full([], 2**BITS - 1, rank_key.dtype)
-    for _ in tl.range(0, BITS):
-        middle = least + (most - least) // 2
-        fits = tl.sum(tl.where(rank_key >= middle, count, 0), axis=0) <= exact.budget
-        least = tl.where(fits, least, middle + 1)
-        most = tl.where(fits, middle, most)
-    is_exact = rank_key >= most
+    # The largest rank key, three bits at a time, from which on the keys do not fit. A sort takes as
+    # long, and compiles for half a minute.
+    digit = tl.arange(0, 8)
+    largest = tl.full([], 0, rank_key.dtype)
+    for number in tl.range(0, -(-BITS // 3)):
+        shift = tl.maximum(BITS - 3 - 3 * number, 0)
+        candidate = largest + (digit.to(rank_key.dtype) << shift)
+        is_above = rank_key[None, :] >= candidate[:, None]
+        is_over = tl.sum(tl.where(is_above, count[None, :], 0), axis=1) > exact.budget
+        digits = tl.maximum(tl.sum(is_over.to(tl.int32), axis=0) - 1, 0)
+        largest += digits.to(rank_key.dtype) << shift
+    all_fit = tl.sum(count, axis=0) <= exact.budget
+    is_exact = is_column & (all_fit | (rank_key > largest))
 
     place = tl.cumsum(is_exact.to(tl.int32), axis=0) - 1
     tl.store(exact.columns.exact_row + place, row, mask=is_exact)
@@ -243,15 +247,27 @@ def _attend_tokens(
 
 
 @triton.jit
+def load_chunk(exact, first, total, CHUNK: tl.constexpr):
+    """The exact keys from rank `first` on: a loop that loads its tokens waits for them."""
+    rank = first + tl.arange(0, CHUNK)
+    return tl.load(exact.columns.token + rank, mask=rank < total, other=0)
+
+
+@triton.jit
 def attend_exact(query, tables, exact, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
     """Put the keys of the exact columns, stored by `choose_columns`, in place of codewords."""
+    CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
     softmax = _take_away(query, tables, exact, softmax, SIZES, RUNNING)
     total = tl.load(exact.columns.number + 1)
-    for start in tl.range(0, total, SIZES.BLOCK_K):
-        rank = start + tl.arange(0, SIZES.BLOCK_K)
-        valid = rank < total
-        token = tl.load(exact.columns.token + rank, mask=valid, other=0)
-        softmax = _attend_tokens(query, exact.keys, token, valid, softmax, SIZES, RUNNING)
+    for first in tl.range(0, total, CHUNK):
+        tokens = load_chunk(exact, first, total, CHUNK)
+        number = tl.minimum(CHUNK, total - first)
+        for start in tl.range(0, number, SIZES.BLOCK_K):
+            rank = start + tl.arange(0, SIZES.BLOCK_K)
+            token = tl.gather(tokens, rank, axis=0)
+            softmax = _attend_tokens(
+                query, exact.keys, token, rank < number, softmax, SIZES, RUNNING
+            )
     return softmax
 
 
