@@ -63,7 +63,10 @@ def register_backend() -> None:
                 _take(model)
         _called.clear()
         set_active(backend)
-        modules.__call__ = _call if backend == AVQ_NAME else _CALL
+        if backend == AVQ_NAME:
+            modules.__call__ = _call
+        elif modules.__call__ is _call:
+            modules.__call__ = _CALL
 
     models.set_attention_backend = set_attention_backend
     models.reset_attention_backend = reset_attention_backend
