@@ -19,7 +19,7 @@ import sys
 for name in ("avq_diffusers", "diffusers", "numpy"):
     sys.modules[name] = None
 import torch
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 
 loader, backend, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -31,6 +31,9 @@ else:
     spec = util.spec_from_file_location("_any_name", path)
     kernel = sys.modules["_any_name"] = util.module_from_spec(spec)
     spec.loader.exec_module(kernel)
+root = Path(kernel.__file__).parent
+for path in root.rglob("*/*.py"):
+    import_module(".".join([kernel.__name__, *path.relative_to(root).with_suffix("").parts]))
 torch.set_num_threads(1)
 found = []
 for tokens, codebook, options in torch.load(folder / "problems.pt"):
