@@ -27,11 +27,11 @@ _called: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def register_backend() -> None:
     """Let diffusers know AVQ by the name `"avq"`, in the whole process.
 
-    `model.set_attention_backend("avq")` is `apply_avq(model)`. Another name there, or
-    `model.reset_attention_backend()`, undoes AVQ. Inside `with attention_backend("avq")`, models of
-    diffusers get AVQ when they are called, until the block ends; a warning names those that AVQ
-    does not know. A model that has AVQ keeps it as it is. Attention that AVQ does not serve runs
-    diffusers' default backend.
+    `model.set_attention_backend("avq")` is `apply_avq(model)`; another name, or
+    `model.reset_attention_backend()`, is `remove_avq(model)`. Inside
+    `with attention_backend("avq")`, each model of diffusers gets AVQ when it is first called, until
+    the block ends. What AVQ does not serve there runs diffusers' default backend, and a warning
+    names models that AVQ does not know. A model that has AVQ already keeps it as it is.
     """
     registry, models, modules = _AttentionBackendRegistry, ModelMixin, cast(Any, nn.Module)
     if AVQ_NAME in registry._backends:
