@@ -30,8 +30,8 @@ SELF_ATTENTION = ("attn", "attn1", "attention")
 OTHER_KEYS = "other keys than queries"
 
 # Not a member of the Enum, which lists what users may name.
-AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq")
-AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ", "avq"
+AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq_layer")
+AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ_LAYER", "avq_layer"
 
 
 class Previous(NamedTuple):

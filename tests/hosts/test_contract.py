@@ -615,7 +615,7 @@ def test_a_copy_has_its_own_avq(kind, model, how):
     """Catches states that are shared with the copy, and hooks that set those of the original."""
     apply_avq(model, kind.config(**COARSE))
     if how is not copy.deepcopy and not kind.pickles:
-        with pytest.raises(ValueError, match="'avq' is not a valid AttentionBackendName"):
+        with pytest.raises(ValueError, match="'avq_layer' is not a valid"):
             how(model)
         return
     copied = how(model)
