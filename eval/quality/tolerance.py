@@ -142,7 +142,9 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
 
 
 def _method_row(name: str, errors: Sequence[float]) -> Row:
-    return {"plan": name, "scheme": scheme_of(parse_method(name, (0,))), "errors": [*errors]}
+    method = parse_method(name, (0,))
+    is_avq = method.config is not None and method.config.num_children
+    return {"plan": name, "scheme": EQUAL if is_avq else scheme_of(method), "errors": [*errors]}
 
 
 def _is_peer(name: str) -> bool:
