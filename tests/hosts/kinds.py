@@ -4,6 +4,7 @@ Rows hold real models at tiny size. Each is called on a grid of height x width t
 level, per frame of a video.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -13,6 +14,7 @@ import tiny_transformers
 import tiny_vision
 import torch
 from diffusers import ControlNetModel
+from hosts import zoo
 from tiny import tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
 from torch import Tensor, nn
@@ -38,6 +40,7 @@ class Kind:
         sizes: of grids, as many tokens in another order where the kind can.
         mask: the argument of a layer that masks some of so many tokens; None if it takes none.
         references: arguments with a second image or no grid, by where images stand.
+        padding: arguments that hide tokens of the text.
         has_timesteps: whether sizes may follow them.
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
@@ -56,6 +59,7 @@ class Kind:
     sizes: tuple[Size, Size] = ((8, 12), (12, 8))
     mask: Callable[[int], dict[str, Tensor]] | None = None
     references: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    padding: Mapping[str, Tensor] = field(default_factory=dict)
     has_timesteps: bool = False
     takes_codebooks: bool = False
     pickles: bool = True
@@ -101,8 +105,9 @@ def added_mask(num_tokens: int) -> dict[str, Tensor]:
     return {"attention_mask": -1e4 * is_masked.float().expand(2, 1, -1)}
 
 
-def text_mask(num_tokens: int) -> dict[str, Tensor]:
-    return {"encoder_hidden_states_mask": torch.arange(NUM_TEXT).expand(2, -1) < NUM_TEXT // 2}
+def hidden_text(*lengths: int) -> Tensor:
+    """Which tokens of the texts of a batch are no padding."""
+    return torch.arange(NUM_TEXT) < torch.tensor(lengths)[:, None]
 
 
 # UNets: two levels with self-attention. SDXL has none at level 0, blocks of two layers.
@@ -233,6 +238,34 @@ dispatch_kind = partial(transformer_kind, mask=bool_mask, pickles=False)
 flux_kind = partial(dispatch_kind, exports=False)  # the grid is in the values of tensors
 
 
+CROSS_ATTENTION = (  # to the text
+    *("LTX2Video", "WanVACE", "ChronoEdit", "SkyReelsV2", "AnyFlow", "Cosmos", "Allegro", "PixArt"),
+    *("Latte", "HunyuanDiT", "LuminaNextDiT", "Kandinsky5"),
+)
+PADDING = {
+    "Chroma": {"attention_mask": zoo.padding(after=96)},
+    "PRX": {"attention_mask": zoo.padding()},
+    "ErnieImage": {"text_lens": torch.tensor([NUM_TEXT, 8])},
+    **{
+        name: {"encoder_attention_mask": zoo.padding()}
+        for name in ("Krea2", "MotifVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanImage")
+    },
+}
+
+
+def zoo_kind(cls: str) -> Kind:
+    name = re.sub("(Transformer)?[23]D.*Model", "", cls)
+    return dispatch_kind(
+        name,
+        partial(zoo.zoo_transformer, cls),
+        inputs=partial(zoo.zoo_inputs, cls),
+        beside=(0, 0) if name in CROSS_ATTENTION else None,
+        frames=zoo.FRAMES if "3D" in cls and name != "Latte" else 1,
+        mask=None,
+        padding=PADDING.get(name, {}),
+    )
+
+
 # Vision models of transformers
 
 
@@ -290,7 +323,8 @@ KINDS = (
     dispatch_kind(
         "Qwen-Image",
         tiny_transformers.qwen_transformer,
-        mask=text_mask,
+        mask=None,  # its layers take one of the text only
+        padding={"encoder_hidden_states_mask": hidden_text(NUM_TEXT, 8)},
         beside=(NUM_TEXT, 0),
         references={
             "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
@@ -319,6 +353,7 @@ KINDS = (
         references={"coordinates": coordinates},
         feature="LTX",
     ),
+    *map(zoo_kind, zoo.ZOO),
     vision_kind("vit"),
     vision_kind("deit"),
     vision_kind(

@@ -346,7 +346,7 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
     assert torch.equal(kind.predict(model), avq)
 
 
-@for_kinds([kind for kind in KINDS if kind.part == "transformer" and kind.name != "Z-Image"])
+@for_kinds(named("SD3", "Flux", "Qwen-Image", "Wan", "LTX"))
 def test_the_processor_of_unets_is_refused(kind):
     """Catches an error far from its cause, in the call and in the verbs."""
     model, message = kind.make(), "AVQProcessor serves UNets.*call apply_avq"
@@ -380,12 +380,24 @@ def test_masks(kind, model):
     assert calls(model) == [{"attention mask": 1}] * len(calls(model))
 
 
+@for_kinds([kind for kind in KINDS if kind.padding])
+def test_padding(kind, model):
+    """Catches calls that run exact, and hidden tokens that take part."""
+    exact = kind.predict(model, **kind.padding)
+    assert differ(exact, kind.exact)
+    assert close(kind.predict(apply_avq(model, kind.config(**EVERY_KEY)), **kind.padding), exact)
+    assert kinds(model) == {"AVQ"}
+
+
 def shortened(value, lengths):
     """Tensors without the last of their tokens, where they are as long as a key of `lengths`."""
     if isinstance(value, torch.Tensor):
-        for axis, length in enumerate(value.shape[:2]):
+        has_channels = value.ndim > 2 and value.dtype != torch.bool
+        for axis, length in enumerate(value.shape[:-1] if has_channels else value.shape):
             if length in lengths:
                 return value.narrow(axis, 0, lengths[length])
+    if isinstance(value, dict):
+        return {name: shortened(x, lengths) for name, x in value.items()}
     return tuple(shortened(x, lengths) for x in value) if isinstance(value, tuple) else value
 
 
@@ -407,7 +419,7 @@ def test_dropped_tokens(kind, model):
         if attn not in chosen:
             return output
         image, *rest = output if isinstance(output, tuple) else (output,)
-        image = F.pad(image, (0, 0, 0, count))
+        image = F.pad(image, (0, 0) * (image.ndim - 2) + (0, count))
         return (image, *rest) if isinstance(output, tuple) else image
 
     with hooked(model, before, after):
