@@ -21,13 +21,12 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from avq_diffusers.config import is_within
 from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, parameters_of
 from avq_diffusers.hosts.host import Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.masks import seen_tokens
 from avq_diffusers.hosts.per_thread import PerThread
-from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
+from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_attended
 
 # Names of a block's self-attention and joint attention; cross-attention has others.
 SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")
@@ -145,9 +144,10 @@ def _attend(
     state = _present.get()
     if state is None:
         return None
-    reason, seen = _exact_because(state, query, key, is_plain, parallel_config), None
+    grid, seen = _grid(state, key), None
+    reason = _exact_because(state, query, key, grid, is_plain, parallel_config)
     if reason is None and mask is not None:
-        seen = seen_tokens(mask, query, key, _grid(state, key))
+        seen = seen_tokens(mask, query, key, grid)
         reason = "attention mask" if seen is None else None
     last = state.last_call
     state.count(reason or AVQ_CALL)
@@ -155,7 +155,6 @@ def _attend(
         state.last_call = last  # the keys of an IP-Adapter, beside the layer's own
     if reason is not None:
         return None
-    grid = _grid(state, key)
     if seen is None or seen.all():
         return _joint_attention(state, query, key, value, grid, scale)
     return _masked_attention(state, query, key, value, grid, scale, seen)
@@ -165,17 +164,19 @@ def _exact_because(
     state: LayerState,
     query: Tensor,
     key: Tensor,
+    grid: slice,
     is_plain: bool,
     parallel_config: Any,
 ) -> str | None:
     """Why this call runs exact attention, unless its mask is why; None if it runs AVQ."""
-    num_tokens, num_queries = key.shape[1] - state.num_beside, query.shape[1]
+    num_tokens, num_queries = grid.stop - grid.start, query.shape[1]
     return state.exact_because(
         num_tokens,
         query,
         (
             (parallel_config is not None, "context parallel"),
             (num_queries not in (key.shape[1], num_tokens), OTHER_KEYS),
+            (num_tokens > key.shape[1], "tokens are not the grid"),
             (query.shape[2] != key.shape[2] or not is_plain, "causal, grouped or dropped keys"),
         ),
     )
@@ -183,10 +184,14 @@ def _exact_because(
 
 def _grid(state: LayerState, key: Tensor) -> slice:
     """Where the keys (B, N + T, H, D) of the grid are."""
-    call = state.call.get()
-    assert call is not None
-    start = call.num_beside if call.beside_first else 0
-    return slice(start, start + key.shape[1] - call.num_beside)
+    call, num_keys = state.call.get(), key.shape[1]
+    if call is None or call.query_order is None:
+        return slice(0, num_keys)
+    num_beside = call.num_beside
+    if num_beside == REST:
+        num_beside = num_keys - call.query_order.shape[0]
+    start = num_beside if call.beside_first else 0
+    return slice(start, start + num_keys - num_beside)
 
 
 def _joint_attention(
@@ -293,7 +298,7 @@ class DispatchHost(Host):
         processor, is_dispatched, backend = own.previous
         if not is_dispatched or processor._attention_backend is not AVQ_BACKEND:
             return
-        if backend is None:
+        if backend is None and hasattr(type(processor), "_attention_backend"):
             del processor._attention_backend
         else:
             processor._attention_backend = backend
@@ -359,7 +364,7 @@ def _is_self_attention(name: str, attn: nn.Module, parts: tuple[str, ...]) -> bo
     return (
         name.rpartition(".")[2] in SELF_ATTENTION
         and hasattr(attn, "processor")
-        and (not parts or any(is_within(name, part) for part in parts))
+        and (not parts or any(f".{part}." in f".{name}" for part in parts))
     )
 
 

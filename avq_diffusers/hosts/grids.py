@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.hosts.state import Grid
+from avq_diffusers.hosts.state import REST, Grid
 
 SEVERAL, NO_GRID = "several images", "no grid"
 READS_THE_GRID = "AVQ reads a transformer's grid outside compiled code; export it with strict=False"
 Z_IMAGE_MULTIPLE = 32  # to which Z-Image pads image and text with learned tokens
+OUTPUT_IMAGE = 2  # Ideogram's mark of the tokens of the image
 
 Arguments = Mapping[str, Any]
 
@@ -27,9 +28,9 @@ class Family:
         models: names of their classes.
         read: the grid, of the model's config and the arguments of its `forward`.
         num_beside: by modules of the model, how many tokens attend beside the grid's `N`, of the
-            same arguments.
+            same arguments; `REST` where they do not tell.
         beside_first: whether these come before the grid's.
-        parts: modules of the model whose attention sees the grid; empty for all.
+        parts: paths of modules, or parts of them, whose attention sees the grid; empty for all.
         hidden_states: a tensor of the batch, of the same arguments.
     """
 
@@ -101,21 +102,50 @@ def _list_of_latents(config: Arguments, arguments: Arguments) -> Grid:
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _position_ids(config: Arguments, arguments: Arguments, name: str = "img_ids") -> Grid:
-    """Flux: positions (N, 3 or 4) of tokens in frame, height and width; others may be before."""
+def _read_once(ids: Tensor, read: Callable[[], Grid]) -> Grid:
+    """What `read` makes of these position ids, until they change."""
     if torch.compiler.is_exporting():
         raise NotImplementedError(
             "torch.export cannot read the positions that tell AVQ the grid of the image; call "
             "remove_avq(pipe) to export exact attention."
         )
-    ids, num_tokens = arguments[name], arguments["hidden_states"].shape[1]
     if ids.is_inference():  # has no version
-        return _grid_of_ids(ids, num_tokens)
+        return read()
     version, grid = _read.get(ids, (None, NO_GRID))
     if version != ids._version:
-        grid = _grid_of_ids(ids, num_tokens)
+        grid = read()
         _read[ids] = ids._version, grid
     return grid
+
+
+def _position_ids(config: Arguments, arguments: Arguments, name: str = "img_ids") -> Grid:
+    """Flux: positions (N, 3 or 4) of tokens in frame, height and width; others may be before."""
+    ids, num_tokens = arguments[name], arguments["hidden_states"].shape[1]
+    return _read_once(ids, lambda: _grid_of_ids(ids, num_tokens))
+
+
+def _marked_position_ids(config: Arguments, arguments: Arguments) -> Grid:
+    """Ideogram: those of a whole sequence, with a mark of what each token is."""
+    ids, marks = arguments["position_ids"], arguments["indicator"]
+    return _read_once(ids, lambda: _grid_of_ids(ids, int((marks[0] == OUTPUT_IMAGE).sum())))
+
+
+def _packed_video(config: Arguments, arguments: Arguments) -> Grid:
+    """MiniMax-H3: positions (N, 3) of a whole sequence; the rows of the video are its last."""
+    ids, rows = arguments["position_ids"], arguments["video_indices"]
+    return _read_once(ids, lambda: _grid_of_last(ids, rows))
+
+
+def _grid_of_last(ids: Tensor, rows: Tensor) -> Grid:
+    """The grid of the last of these rows that follow each other; references stand before them."""
+    ends = (rows.diff() > 1).nonzero()
+    first = int(rows[ends[-1] + 1]) if len(ends) else int(rows[0])
+    axes = [axis.unique(return_inverse=True) for axis in ids[first:].unbind(-1)]
+    frames, height, width = (len(values) for values, _ in axes)
+    places = torch.stack([place for _, place in axes])
+    indices = (places[0] * height + places[1]) * width + places[2]
+    count = torch.arange(frames * height * width, device=ids.device)
+    return (frames, height, width) if torch.equal(indices, count) else NO_GRID
 
 
 def _position_ids_without_references(config: Arguments, arguments: Arguments) -> Grid:
@@ -127,9 +157,10 @@ def _position_ids_without_references(config: Arguments, arguments: Arguments) ->
 
 def _grid_of_ids(ids: Tensor, num_tokens: int) -> Grid:
     """The grid if the last tokens are its rows one after another; references stand elsewhere."""
+    ids = ids[..., -num_tokens:, :3]
     if ids.ndim == 3 and not ids.eq(ids[:1]).all():
         return NO_GRID
-    positions = ids.flatten(0, -2)[-num_tokens:, :3].long().cpu()
+    positions = ids.flatten(0, -2)[-num_tokens:].long().cpu()
     frames, rows, columns = (positions - positions[0]).unbind(-1)
     if frames.any():
         return SEVERAL
@@ -150,6 +181,15 @@ def _beside(*names: str, more: int = 0) -> Callable[[Arguments, int], dict[str, 
 
 TEXT = _beside("encoder_hidden_states")
 NONE = _beside()
+
+
+def _rest(arguments: Arguments, num_tokens: int) -> dict[str, int]:
+    return {"": REST}
+
+
+def _target_image(config: Arguments, arguments: Arguments) -> Grid:
+    """Qwen-Image 2.1: the last image; what conditions it is before."""
+    return tuple(arguments["img_shapes"][0][-1])
 
 
 def _text_in_joint_layers(arguments: Arguments, num_tokens: int) -> dict[str, int]:
@@ -219,7 +259,13 @@ FAMILIES = (
         ("Kandinsky5Transformer3DModel",),
         partial(latent_grid, axes=(1, 2, 3)),
         NONE,
-        parts=("visual_transformer_blocks",),
+        parts=("visual_transformer_blocks",),  # others refine a text
+    ),
+    Family(
+        ("Kandinsky6Transformer3DModel",),
+        partial(latent_grid, axes=(1, 2, 3)),
+        NONE,
+        parts=("video_dec_block",),  # others are of a sound
     ),
     # Latents, and a text before them
     Family(
@@ -256,6 +302,27 @@ FAMILIES = (
         beside_first=True,
         parts=("transformer_blocks",),
     ),
+    Family(
+        ("Ideogram4Transformer2DModel",),
+        _marked_position_ids,
+        _rest,
+        beside_first=True,
+    ),
+    Family(
+        ("MiniMaxH3Transformer3DModel",),
+        _packed_video,
+        _rest,
+        beside_first=True,
+        parts=("transformer_blocks",),
+    ),
+    Family(("QwenImage21Transformer2DModel",), _target_image, _rest, beside_first=True),
+    Family(
+        ("Lumina2Transformer2DModel", "HeliosTransformer3DModel"),
+        latent_grid,
+        _rest,
+        beside_first=True,
+        parts=("noise_refiner", "layers", "blocks"),
+    ),
     # Latents, and a text after them
     Family(
         (
@@ -267,5 +334,6 @@ FAMILIES = (
         parts=("transformer_blocks", "single_transformer_blocks"),  # others refine a text
     ),
     Family(("ErnieImageTransformer2DModel",), latent_grid, _beside("text_bth")),
+    Family(("HiDreamImageTransformer2DModel", "MochiTransformer3DModel"), latent_grid, _rest),
 )
 _FAMILY_OF = {name: family for family in FAMILIES for name in family.models}

@@ -40,11 +40,12 @@ def seen_tokens(mask: Any, query: Tensor, key: Tensor, grid: slice) -> Tensor | 
     if mask.shape[0] not in (1, batch) or mask.shape[1] != 1 or mask.shape[3] != num_keys:
         return None
     shows = mask if mask.dtype == torch.bool else mask == 0
-    seen = shows.any(dim=2).squeeze(1)  # (B, K)
-    sees_fewer = shows.sum(dim=3).squeeze(1) < seen.sum(dim=1, keepdim=True)  # (B, Q)
-    if num_queries == num_keys:
-        sees_fewer = sees_fewer & seen
-    does_more = sees_fewer.any() | ~seen[:, grid].all()
+    has_all_queries, has_rows = num_queries == num_keys, mask.shape[2] > 1
+    seen = shows[:, 0, grid.start if has_all_queries and has_rows else 0]  # (B, K)
+    does_more = ~seen[:, grid].all()
+    if has_rows:
+        sees_others = (shows != seen[:, None, None]).any(dim=3).squeeze(1)  # (B, Q)
+        does_more = does_more | (sees_others & seen if has_all_queries else sees_others).any()
     if mask.dtype != torch.bool:
         does_more = does_more | (~shows & (mask > HIDDEN)).any()
     found = torch.cat([does_more.expand(len(seen), 1), seen], dim=1).cpu()  # one wait

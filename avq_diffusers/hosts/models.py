@@ -18,7 +18,10 @@ HOSTS = (UNET, JOINT, DISPATCH, VISION)
 # Functions that return the pipeline or model that they are given.
 AnyModel = TypeVar("AnyModel", bound=DiffusionPipeline | nn.Module)
 # Parts of a pipeline that AVQ is applied to, and by which prefix their layers are called.
-DENOISERS = {"unet": "", "transformer": "", "transformer_2": "transformer_2."}
+DENOISERS = {
+    **{"unet": "", "transformer": "", "transformer_2": "transformer_2."},
+    "unconditional_transformer": "unconditional_transformer.",
+}
 
 
 def find_model(module: nn.Module) -> Hosted | None:

@@ -41,6 +41,7 @@ class Kind:
         mask: the argument of a layer that masks some of so many tokens; None if it takes none.
         references: arguments with a second image or no grid, by where images stand.
         padding: arguments that hide tokens of the text.
+        counts_others: whether a call tells how many tokens there are beside those of the grid.
         has_timesteps: whether sizes may follow them.
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
@@ -60,6 +61,7 @@ class Kind:
     mask: Callable[[int], dict[str, Tensor]] | None = None
     references: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     padding: Mapping[str, Tensor] = field(default_factory=dict)
+    counts_others: bool = True
     has_timesteps: bool = False
     takes_codebooks: bool = False
     pickles: bool = True
@@ -240,8 +242,9 @@ flux_kind = partial(dispatch_kind, exports=False)  # the grid is in the values o
 
 CROSS_ATTENTION = (  # to the text
     *("LTX2Video", "WanVACE", "ChronoEdit", "SkyReelsV2", "AnyFlow", "Cosmos", "Allegro", "PixArt"),
-    *("Latte", "HunyuanDiT", "LuminaNextDiT", "Kandinsky5"),
+    *("Latte", "HunyuanDiT", "LuminaNextDiT", "Kandinsky5", "Kandinsky6"),
 )
+DO_NOT_COUNT = ("Lumina2", "HiDreamImage", "Mochi", "Ideogram4", "MiniMaxH3", "Helios")
 PADDING = {
     "Chroma": {"attention_mask": zoo.padding(after=96)},
     "PRX": {"attention_mask": zoo.padding()},
@@ -250,6 +253,8 @@ PADDING = {
         name: {"encoder_attention_mask": zoo.padding()}
         for name in ("Krea2", "MotifVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanImage")
     },
+    "Mochi": {"encoder_attention_mask": zoo.padding()[1:]},
+    "Ideogram4": {"segment_ids": zoo.padding(after=96).long()},
 }
 
 
@@ -263,6 +268,8 @@ def zoo_kind(cls: str) -> Kind:
         frames=zoo.FRAMES if "3D" in cls and name != "Latte" else 1,
         mask=None,
         padding=PADDING.get(name, {}),
+        counts_others=name not in DO_NOT_COUNT,
+        output=lambda output: output[0][:, NUM_TEXT:] if name == "Ideogram4" else output[0],
     )
 
 

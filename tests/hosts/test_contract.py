@@ -401,7 +401,7 @@ def shortened(value, lengths):
     return tuple(shortened(x, lengths) for x in value) if isinstance(value, tuple) else value
 
 
-@for_kinds()
+@for_kinds([kind for kind in KINDS if kind.counts_others])
 def test_dropped_tokens(kind, model):
     """As many as the text has are 24, or 32 with Z-Image's padding."""
     config = kind.config(**COARSE, levels=kind.levels[:1])

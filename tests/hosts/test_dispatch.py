@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from checks import calls, kinds
-from diffusers import FirstBlockCacheConfig
+from checks import calls, differ, kinds
+from diffusers import FirstBlockCacheConfig, QwenImage21Transformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from hosts.zoo import zoo_transformer
 from tiny_transformers import (
     CONFIG,
     EXACT,
+    choosy,
     flux_transformer,
     position_ids,
     predict,
@@ -48,6 +50,32 @@ def test_layers_that_refine_a_text():
     model = zoo_transformer("HunyuanImageTransformer2DModel")
     names = {layer.name for layer in select_layers(model)}
     assert names == {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"}
+
+
+def test_steps_with_kept_keys_of_the_text():
+    """Qwen-Image 2.1, whose first step attends part by part."""
+    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "context_in_dim": 32}
+    sizes |= {"num_attention_heads": 2, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+    torch.manual_seed(0)
+    model = choosy(QwenImage21Transformer2DModel(**sizes))
+    text, image = torch.randn(2, 24, 32), torch.randn(2, 96, 4)
+    kept = {
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 8, 12)]] * 2,
+        "img_mask": (torch.arange(48) >= 24).expand(2, -1),
+        "kv_cache": QwenImage21KVCache(2),
+        "encoder_hidden_states_mask": torch.arange(24) < torch.tensor([24, 10])[:, None],
+    }
+    with torch.no_grad():
+        first = model(image, text, **kept, kv_cache_mode="extract").sample
+        exact = model(image, text, **kept, kv_cache_mode="cached").sample
+        apply_avq(model, EXACT)
+        assert torch.equal(model(image, text, **kept, kv_cache_mode="extract").sample, first)
+        close = model(image, text, **kept, kv_cache_mode="cached").sample
+        assert summary(model).rows[0].calls["AVQ"] == 1
+        coarse = apply_avq(model, CONFIG)(image, text, **kept, kv_cache_mode="cached").sample
+    assert (close - exact).norm() < 1e-5 * exact.norm()
+    assert differ(coarse, exact)
 
 
 class TestHandedOver:

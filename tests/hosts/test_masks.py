@@ -13,6 +13,7 @@ TEXT = torch.tensor([[True, True, False], [True, False, True]])
 KEYS = torch.cat([TEXT, torch.ones(2, 5, dtype=torch.bool)], dim=1)
 ROWS = KEYS[:, None, None]
 SQUARE = ROWS & ROWS.mT
+SEGMENTS = ROWS.mT == ROWS  # hidden tokens see each other
 NUMBERS = torch.zeros(2, 1, 8, 8).masked_fill(~SQUARE, -torch.inf)
 
 
@@ -29,7 +30,7 @@ def seen(mask, num_queries=8):
 
 @pytest.mark.parametrize(
     "mask",
-    [ROWS, KEYS, SQUARE, NUMBERS, NUMBERS.clamp(min=-1e4), ROWS.expand(2, 4, 8, 8)],
+    [ROWS, KEYS, SQUARE, SEGMENTS, NUMBERS, NUMBERS.clamp(min=-1e4), ROWS.expand(2, 4, 8, 8)],
 )
 def test_hidden_text(mask):
     assert torch.equal(seen(mask), KEYS)

@@ -141,6 +141,76 @@ def hunyuan_video(random, height: int, width: int, **others) -> dict[str, Any]:
     return video(random, height, width, encoder_attention_mask=padding() | True, **others)
 
 
+def hidream(random, height: int, width: int) -> dict[str, Any]:
+    llama = torch.stack([random(NUM_TEXT, 16), random(NUM_TEXT, 16)])
+    texts = {
+        "encoder_hidden_states_t5": random(NUM_TEXT, 32),
+        "encoder_hidden_states_llama3": llama,
+    }
+    timesteps = torch.full((BATCH,), 0.5)
+    return latents(random, height, width, timesteps=timesteps, pooled_embeds=random(32), **texts)
+
+
+def ideogram(random, height: int, width: int) -> dict[str, Any]:
+    ids = torch.cat([torch.arange(NUM_TEXT)[:, None].expand(-1, 3), position_ids(height, width)])
+    num_tokens = len(ids)
+    marks = torch.where(torch.arange(num_tokens) < NUM_TEXT, 3, 2)
+    return {
+        "hidden_states": random(num_tokens, 4),
+        "encoder_hidden_states": random(num_tokens, 32),
+        "position_ids": ids.long().expand(BATCH, -1, -1),
+        "segment_ids": torch.ones(BATCH, num_tokens, dtype=torch.long),
+        "indicator": marks.expand(BATCH, -1),
+    }
+
+
+def minimax(random, height: int, width: int) -> dict[str, Any]:
+    """A text, a keyframe, sound and the video."""
+    frame, num_sound = height * width, 7
+    starts = [0, NUM_TEXT, NUM_TEXT + frame, NUM_TEXT + frame + num_sound]
+    num_tokens = starts[-1] + FRAMES * frame
+    grid = torch.cartesian_prod(*(torch.arange(size) for size in (FRAMES, height, width))).float()
+    rows = torch.arange(num_tokens)
+    is_video = (rows >= starts[3]) | ((rows >= starts[1]) & (rows < starts[2]))
+    return {
+        "hidden_states": random(int(is_video.sum()), 16),
+        "audio_hidden_states": random(num_sound, 4),
+        "timestep": torch.tensor([0.5]),
+        "timestep_indices": 0 * rows,
+        "token_tags": 0 * rows,
+        "position_ids": torch.cat([torch.zeros(num_tokens - len(grid), 3), grid / 4]),
+        "video_indices": rows[is_video],
+        "audio_indices": rows[starts[2] : starts[3]],
+        "text_indices": rows[:NUM_TEXT],
+    }
+
+
+def mochi(random, height: int, width: int) -> dict[str, Any]:
+    """One video: its layers call attention for each."""
+    texts = {"encoder_hidden_states": random(NUM_TEXT, 32), "timestep": torch.full((BATCH,), 0.5)}
+    arguments = hunyuan_video(random, height, width, **texts)
+    return {name: x[:1] for name, x in arguments.items()}
+
+
+def helios(random, height: int, width: int) -> dict[str, Any]:
+    history = random(4, 1, 2 * height, 2 * width)
+    times = torch.arange(FRAMES + 1).expand(BATCH, -1)
+    of_history = {
+        "latents_history_short": history,
+        "indices_latents_history_short": times[:, :1],
+        "indices_hidden_states": times[:, 1:],
+    }
+    return video(random, height, width, **of_history)
+
+
+def kandinsky6(random, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": random(FRAMES, 2 * height, 2 * width, 4),
+        "pooled_projections": random(16),
+        "audio_hidden_states": random(7, 4),
+    }
+
+
 def with_(inputs: Callable[..., dict[str, Any]], **sizes: tuple[int, ...]) -> Inputs:
     """These inputs and random tensors."""
 
@@ -288,5 +358,46 @@ ZOO: dict[str, tuple[dict[str, Any], Inputs]] = {
         | {"hidden_size": 128, "num_layers": 1, "ffn_hidden_size": 64, "text_in_dim": 32}
         | {"rope_axes_dim": (16, 24, 24)},
         ernie,
+    ),
+    "Lumina2Transformer2DModel": (
+        {"hidden_size": 128, "num_layers": 2, "num_refiner_layers": 1, "num_kv_heads": 1}
+        | {"axes_dim_rope": (16, 24, 24), "axes_lens": (64, 32, 32), "cap_feat_dim": 32}
+        | {"in_channels": 4, "sample_size": 16},
+        lambda *x: latents(*x, encoder_attention_mask=padding() | True),
+    ),
+    "HiDreamImageTransformer2DModel": (
+        LATENTS
+        | {"num_layers": 1, "num_single_layers": 1, "caption_channels": [32, 16]}
+        | {"text_emb_dim": 32, "num_routed_experts": 2, "num_activated_experts": 1}
+        | {"axes_dims_rope": (32, 16, 16), "max_resolution": (16, 32), "llama_layers": (0, 1)},
+        hidream,
+    ),
+    "MochiTransformer3DModel": (
+        LATENTS
+        | {"num_layers": 2, "pooled_projection_dim": 32, "text_embed_dim": 32}
+        | {"time_embed_dim": 8, "max_sequence_length": NUM_TEXT},
+        mochi,
+    ),
+    "Ideogram4Transformer2DModel": (
+        {"in_channels": 4, "num_layers": 2, "intermediate_size": 64, "adaln_dim": 16}
+        | {"llm_features_dim": 32, "mrope_section": (12, 10, 10)},
+        ideogram,
+    ),
+    "MiniMaxH3Transformer3DModel": (
+        {"hidden_size": 128, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 64}
+        | {"in_channels": 4, "audio_in_channels": 4, "text_dim": 32, "freq_dim": 16}
+        | {"time_embed_hidden_dim": 16, "time_embed_dim": 16, "rope_freq_dim": 8},
+        minimax,
+    ),
+    "HeliosTransformer3DModel": (
+        WAN | {"rope_dim": (20, 22, 22), "num_layers": 2},
+        helios,
+    ),
+    "Kandinsky6Transformer3DModel": (
+        {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 32, "in_text_dim2": 16}
+        | {"time_dim": 32, "model_dim": 128, "ff_dim": 64, "axes_dims": (16, 24, 24)}
+        | {"num_text_blocks": 1, "num_visual_blocks": 2, "visual_cond": False}
+        | {"in_audio_dim": 4, "out_audio_dim": 4},
+        kandinsky6,
     ),
 }
