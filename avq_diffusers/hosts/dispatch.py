@@ -44,11 +44,13 @@ class Previous(NamedTuple):
         processor: what the layer calls.
         is_dispatched: whether it calls the attention dispatch, with a backend that it carries.
         backend: that it carried.
+        is_own: whether the processor itself had that, and not its class.
     """
 
     processor: Any
     is_dispatched: bool
     backend: AttentionBackendName | None
+    is_own: bool
 
 
 # The layer that runs.
@@ -284,8 +286,9 @@ class DispatchHost(Host):
             )
 
     def attention_of(self, attn: Any) -> Previous:
-        is_dispatched = hasattr(attn.processor, "_attention_backend")
-        return Previous(attn.processor, is_dispatched, _backend_of(attn))
+        processor, name = attn.processor, "_attention_backend"
+        is_own = name in vars(processor)
+        return Previous(processor, hasattr(processor, name), _backend_of(attn), is_own)
 
     def give_avq(self, attn: Any, state: LayerState) -> None:
         if not state.previous.is_dispatched:
@@ -295,13 +298,13 @@ class DispatchHost(Host):
         attn.processor._attention_backend = AVQ_BACKEND
 
     def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
-        processor, is_dispatched, backend = own.previous
+        processor, is_dispatched, backend, is_own = own.previous
         if not is_dispatched or processor._attention_backend is not AVQ_BACKEND:
             return
-        if backend is None and hasattr(type(processor), "_attention_backend"):
-            del processor._attention_backend
-        else:
+        if is_own:
             processor._attention_backend = backend
+        else:
+            del processor._attention_backend
 
     def other_attention(self, layer: Layer) -> Other | None:
         processor, backend, state = layer.attn.processor, _backend_of(layer.attn), layer.avq_state
