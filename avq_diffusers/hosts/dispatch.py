@@ -316,10 +316,10 @@ class DispatchHost(Host):
         return Other(f"attention backend {backend.value}", True)
 
     def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return _TransformerWatch(self, layers, others)
+        return TransformerWatch(self, layers, others)
 
 
-class _TransformerWatch(Watch):
+class TransformerWatch(Watch):
     """The hooks of a transformer, and of each of its layers.
 
     They stay out of compiled code, which cannot read positions from the device.

@@ -277,7 +277,7 @@ class UNetHost(Host):
                 layers.append(
                     Layer(
                         name=name,
-                        level=_level(model, name),
+                        level=level_of(model, name),
                         num_heads=attn.heads,
                         head_dim=attn.inner_dim // attn.heads,
                         attn=attn,
@@ -357,7 +357,12 @@ def _is_plain(processor: AttentionProcessor) -> bool:
     return type(processor) in PLAIN_PROCESSORS
 
 
-def _level(unet: Any, name: str) -> int:
+def level_of(unet: Any, name: str) -> int:
+    """The level of a layer of this path, 0 being the highest resolution.
+
+    Raises:
+        TypeError: the layer is in none of the blocks that have levels.
+    """
     part, index = name.split(".")[:2]
     if part == "down_blocks":
         return int(index)

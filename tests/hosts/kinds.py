@@ -13,7 +13,7 @@ from typing import Any
 import tiny_transformers
 import tiny_vision
 import torch
-from diffusers import ControlNetModel
+from diffusers import ControlNetModel, UNet3DConditionModel
 from hosts import zoo
 from tiny import tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
@@ -126,6 +126,15 @@ SDXL = {
 }
 
 
+ADDED = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("SimpleCrossAttnDownBlock2D", "ResnetDownsampleBlock2D"),
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+    "up_block_types": ("ResnetUpsampleBlock2D", "SimpleCrossAttnUpBlock2D"),
+    "attention_head_dim": 16,
+}
+
+
 def controlnet() -> ControlNetModel:
     net = ControlNetModel.from_unet(two_level_unet(), conditioning_channels=3).eval()
     for name, parameter in net.named_parameters():  # zero, so that training starts gently
@@ -152,6 +161,24 @@ def unet_inputs(model, height: int, width: int, **others) -> dict[str, Any]:
 def controlnet_inputs(model, height: int, width: int) -> dict[str, Any]:
     condition = torch.ones(2, 3, 8 * height, 8 * width)
     return unet_inputs(model, height, width, controlnet_cond=condition)
+
+
+def unet3d() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    }
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
+    model = UNet3DConditionModel(**blocks, **sizes, cross_attention_dim=32, attention_head_dim=8)
+    return tiny_transformers.choosy(model)
+
+
+def video_inputs(model, height: int, width: int) -> dict[str, Any]:
+    """Two frames, which are entries of its batch."""
+    arguments = unet_inputs(model, height, width)
+    sample = arguments["sample"].transpose(0, 1)[None]
+    return arguments | {"sample": sample, "encoder_hidden_states": torch.ones(1, 5, 32)}
 
 
 def sdxl_inputs(model, height: int, width: int) -> dict[str, Any]:
@@ -295,6 +322,16 @@ KINDS = (
     unet_kind("SD1.5", two_level_unet, small=traced_unet),
     unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
+    unet_kind("UNet3D", unet3d, inputs=video_inputs, mask=None),
+    dispatch_kind(
+        "Kandinsky 2",
+        partial(tiny_unet, **ADDED),
+        inputs=unet_inputs,
+        part="unet",
+        beside=None,
+        counts_others=False,
+        mask=None,
+    ),
     transformer_kind("SD3", sd3_transformer, beside=(0, NUM_TEXT), feature="SD3"),
     transformer_kind(
         "SD3.5",
