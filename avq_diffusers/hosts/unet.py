@@ -28,6 +28,7 @@ from diffusers.models.attention_processor import (
     XFormersAttnProcessor,
     XLAFlashAttnProcessor2_0,
 )
+from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import check_backend
@@ -50,6 +51,7 @@ CUSTOM_DIFFUSION = (
     CustomDiffusionAttnProcessor2_0,
     CustomDiffusionXFormersAttnProcessor,
 )
+SPATIAL_TRANSFORMERS = (Transformer2DModel, TransformerSpatioTemporalModel)
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # What other tools replace to act on the attention of every layer.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
@@ -266,11 +268,13 @@ class UNetHost(Host):
         """Temporal layers (motion modules) are none of them."""
         layers = []
         for path, transformer in model.named_modules():
-            if not isinstance(transformer, Transformer2DModel):
+            if not isinstance(transformer, SPATIAL_TRANSFORMERS):
                 continue
             for wrapped_name, attn in transformer.named_modules(prefix=path):
                 name = own_name(wrapped_name)
                 if not isinstance(attn, Attention) or not name.endswith(".attn1"):
+                    continue
+                if ".temporal_transformer_blocks." in name:
                     continue
                 if attn.is_cross_attention:
                     continue

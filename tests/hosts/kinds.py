@@ -13,7 +13,7 @@ from typing import Any
 import tiny_transformers
 import tiny_vision
 import torch
-from diffusers import ControlNetModel, UNet3DConditionModel
+from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
 from hosts import zoo
 from tiny import tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
@@ -181,6 +181,24 @@ def video_inputs(model, height: int, width: int) -> dict[str, Any]:
     return arguments | {"sample": sample, "encoder_hidden_states": torch.ones(1, 5, 32)}
 
 
+def svd() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+    }
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 32}
+    heads = {"num_attention_heads": (2, 4), "projection_class_embeddings_input_dim": 768}
+    return UNetSpatioTemporalConditionModel(**blocks, **sizes, **heads).eval()
+
+
+def svd_inputs(model, height: int, width: int) -> dict[str, Any]:
+    arguments = unet_inputs(model, height, width)
+    sample = torch.cat([arguments["sample"]] * 2, dim=1)[None]
+    times = {"encoder_hidden_states": torch.ones(1, 1, 32), "added_time_ids": torch.ones(1, 3)}
+    return arguments | {"sample": sample, **times}
+
+
 def sdxl_inputs(model, height: int, width: int) -> dict[str, Any]:
     added = {"text_embeds": torch.ones(2, 32), "time_ids": torch.ones(2, 6)}
     return unet_inputs(model, 2 * height, 2 * width, added_cond_kwargs=added)
@@ -323,6 +341,7 @@ KINDS = (
     unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
     unet_kind("UNet3D", unet3d, inputs=video_inputs, mask=None),
+    unet_kind("Stable Video Diffusion", svd, inputs=svd_inputs, mask=None),
     dispatch_kind(
         "Kandinsky 2",
         partial(tiny_unet, **ADDED),
