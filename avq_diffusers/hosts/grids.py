@@ -243,7 +243,7 @@ FAMILIES = (
             *("WanTransformer3DModel", "WanVACETransformer3DModel", "ChronoEditTransformer3DModel"),
             *("SkyReelsV2Transformer3DModel", "CosmosTransformer3DModel"),
             *("AllegroTransformer3DModel", "PixArtTransformer2DModel", "HunyuanDiT2DModel"),
-            *("LuminaNextDiT2DModel", "DiTTransformer2DModel"),
+            "LuminaNextDiT2DModel",
         ),
         latent_grid,
         NONE,

@@ -304,6 +304,10 @@ ZOO: dict[str, tuple[dict[str, Any], Inputs]] = {
         COG | {"max_text_seq_length": NUM_TEXT, "sample_frames": 9, "num_layers": 2},
         frames_first,
     ),
+    "ConsisIDTransformer3DModel": (
+        COG | {"max_text_seq_length": NUM_TEXT, "sample_frames": 9, "is_train_face": False},
+        frames_first,
+    ),
     "CogView3PlusTransformer2DModel": (COG | {"pos_embed_max_size": 16}, cogview),
     "CogView4Transformer2DModel": (COG | {"rope_axes_dim": (32, 32)}, cogview),
     "GlmImageTransformer2DModel": (COG | {"prior_vq_quantizer_codebook_size": 16}, glm),
