@@ -195,6 +195,36 @@ def test_the_order_is_that_of_the_grid(kind, model, monkeypatch):
     assert close(kind.predict(model), kind.exact) == (kind.beside == (0, 0))
 
 
+@for_kinds(
+    [
+        kind
+        for kind in KINDS
+        if kind.part == "transformer" and kind.beside != (0, 0) and kind.name != "MiniMaxH3"
+    ]
+)
+def test_sinks_are_no_tokens_of_the_grid(kind, model, monkeypatch):
+    """Catches a grid that begins with the text: another image leaves the first sinks alone.
+
+    MiniMax-H3 has keyframes among them.
+    """
+    found, original = [], state.attention_and_backend
+
+    def record(*args, **options):
+        found.append(options["sink_key"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(state, "attention_and_backend", record)
+    name = "x" if "x" in kind.inputs(model, *kind.sizes[0]) else "hidden_states"
+    image = kind.inputs(model, *kind.sizes[0])[name]
+    other = [x + 1 for x in image] if isinstance(image, list) else image + 1
+    apply_avq(model, kind.config(**COARSE))
+    kind.predict(model)
+    first = next(x for x in found if x is not None)
+    found.clear()
+    kind.predict(model, **{name: other})
+    assert torch.equal(next(x for x in found if x is not None), first)
+
+
 @for_kinds(ADAPTERS)
 def test_autocast(kind, model):
     with torch.autocast("cpu", torch.bfloat16):
