@@ -232,7 +232,8 @@ def scenes_command(
     exact_images = path.with_suffix(".exact.npy")
     for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished, exact_images):
         rows.append(row)
-        print(scenes_table([row]).splitlines()[-1], flush=True)
+        table = scenes_table([row])
+        print(table if len(rows) == 1 else table.splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
         save_json(path, command=command_line(), device=device, **protocol, rows=[*rows, *kept])
