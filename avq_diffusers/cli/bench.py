@@ -27,6 +27,8 @@ from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
 HEADINGS = ("", "seconds", "speed", "PSNR dB", "cold step", "warm step")
+LEGEND = """seconds of an image, speed relative to exact attention, PSNR to its images,
+seconds of the first step (cold: it compiles) and of the next (warm)"""
 THUMBNAIL = 256
 
 
@@ -68,6 +70,7 @@ def bench_model(
             choices = tolerance_choices(pipe, source, tolerances, request)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
+    print(LEGEND)
     size = f"{request.width}x{request.height}"
     plot_bench(results, f"{Path(model.name).name}, {size}, steps {request.steps}", out)
     save_sheet(bench_sheet(results, list(map(str, requests))), out)
@@ -118,6 +121,7 @@ def run_choices(
     """Generate the images of exact attention, then of every choice; the pipeline keeps the last."""
 
     def result(label: str, exact: Sequence[Image.Image] | None = None) -> ChoiceResult:
+        pipe.set_progress_bar_config(desc=label)
         cold, warm = (first_step(pipe, requests[0]) for _ in range(2))
         timed = [timed_image(pipe, request) for request in requests]
         images = [one.image for one in timed]
@@ -135,12 +139,7 @@ def run_choices(
 
 def bench_table(results: Sequence[ChoiceResult]) -> Table:
     """Return the figures, a row per choice."""
-    table = Table(
-        caption="seconds: of an image; speed: times as fast as exact attention; PSNR: to its\n"
-        "images; cold step: seconds of the first, with compilation; warm: of the next",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for cells in _cells(results):

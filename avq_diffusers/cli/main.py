@@ -299,7 +299,7 @@ def calibrate_command(
         pipe, chosen, texts, num_inference_steps=steps, keys_per_layer=keys, seed=seed
     )
     calibrated.save_pretrained(out)
-    print(f"codebooks: {out}")
+    print(f"codebooks: {out}, for avq generate --codebooks {out}")
 
 
 @app.command()
