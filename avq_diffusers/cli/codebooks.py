@@ -49,9 +49,8 @@ def calibrate_model(
 
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
-    """The request's configuration, by default at the finest level with self-attention."""
-    if model.has_levels:
-        return model.config
+    """The request's configuration; what it leaves open is as in `apply_avq`."""
     hosted = main_model(pipe)
-    levels = default_config(hosted.host.layers(hosted.model)).levels
-    return replace(model.config, levels=levels)  # SDXL's is level 1
+    usual = default_config(hosted.host.layers(hosted.model))
+    levels = usual.levels if model.levels is None else model.levels
+    return replace(model.sizes or usual, levels=levels, exact=model.exact)

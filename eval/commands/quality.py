@@ -164,13 +164,19 @@ def scenes_command(
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    batch: Annotated[int, typer.Option(min=1, help="Images made at once.")] = 64,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images made at once; by default 64 on a GPU, else 4."),
+    ] = None,
     levels: Levels = "0",
     size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = IMAGE_SIZE,
     dilated: Dilated = False,
     compiled: Compiled = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the rows of this run's file, if there is one.")
+        bool,
+        typer.Option(
+            "--resume", help="Keep the finished rows of this run, and the images of `exact`."
+        ),
     ] = False,
     device: Device = "cpu",
     output: Output = RESULTS,
@@ -191,7 +197,9 @@ def scenes_command(
     from eval.quality.scene_rows import finished_rows, scenes_table
     from eval.quality.scenes import Trial, score_methods
 
-    dtype = "float16" if device_of(device).type == "cuda" else "float32"
+    is_cuda = device_of(device).type == "cuda"
+    dtype = "float16" if is_cuda else "float32"
+    batch = batch or (64 if is_cuda else 4)
     drawn = [sample_scene(seed) for seed in TEST_SEEDS[: 2 * images]]
     trial = Trial(
         methods=methods.split(","),
@@ -231,9 +239,11 @@ def scenes_command(
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol | environment(device))
     rows = []
-    for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished):
+    exact_images = path.with_suffix(".exact.npy")
+    for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished, exact_images):
         rows.append(row)
-        print(scenes_table([row]).splitlines()[-1], flush=True)
+        table = scenes_table([row])
+        print(table if len(rows) == 1 else table.splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
         save_json(path, command=command_line(), device=device, **protocol, rows=[*rows, *kept])
