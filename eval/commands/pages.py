@@ -18,7 +18,7 @@ def pages_command(
 
     Example: python -m eval pages
     """
-    from eval.store.pages import write_pages
+    from eval.pages.render import write_pages
 
     for path in write_pages(folder):
         print(path)
