@@ -26,6 +26,7 @@ COMPARED = [AVQ, "M64P16C8/own1", f"{MINI}/distilled", EXACT_KEYS, f"{MINI}/dist
 COMPARED += [LARGE, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}  # the first one is shown
 OWN = ", own codewords"  # all rows have them, so none says so
+OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
 LABELS = {
     EXACT: "exact attention",
     NO_ATTENTION: "control: each token sees itself only",
@@ -77,7 +78,7 @@ def speed(folder: Path) -> Figures:
     steps: dict[tuple[str, int], Row] = {}
     for path in files_of(folder, "bench_unet_*_cuda.json", "bench_transformer_*_cuda.json"):
         file = File(path, ["method"], "ms", "size", "mode")
-        if not {AVQ, LIMIT} <= file.rows.keys():
+        if any(file.rows.get(x, {}).get("ms") is None for x in (AVQ, LIMIT)):
             continue
         with complete(path):
             name = file.document.get("unet") or file.document["model"]
@@ -306,22 +307,8 @@ def vision(folder: Path) -> Figures:
 
 def hardware(folder: Path) -> Figures:
     """The operation alone, on each device."""
-    shape = ["batch", "heads", "head_dim", "dtype", "tokens"]
-    rows = []
-    cpu = File(folder / "bench_attention_cpu.json", ["num_tokens"], "exact_ms", "avq_ms")
-    with complete(cpu.path):
-        for tokens, row in cpu.rows.items():
-            call = {name: cpu.document["shape"].get(name, tokens) for name in shape}
-            times = {"exact": row["exact_ms"], "avq": row["avq_ms"]}
-            rows.append(call | times | {"device": cpu.device})
-    paths = [folder / f"bench_kernels_{part}_cuda.json" for part in ("sd15", "joint")]
-    for path in paths:
-        file = File(path, [*shape, "method"], "ms")
-        for (*call, method), row in file.rows.items():
-            if method in ("AVQ 64/16/8", f"AVQ 64/16/8{OWN}"):
-                times = {"exact": file.rows[*call, "default SDPA"]["ms"], "avq": row["ms"]}
-                facts = dict(zip(shape, call, strict=True)) | times
-                rows.append(facts | {"device": file.device})
+    paths = [folder / f"bench_{name}.json" for name in OPERATIONS]
+    rows = [row for path in paths for row in calls_of(path)]
     timed = [row | {"gain": row["exact"] / row["avq"]} for row in rows if row["exact"] is not None]
     columns = {
         "device": "device",
@@ -334,12 +321,12 @@ def hardware(folder: Path) -> Figures:
     }
     sentences = []
     for device, of_device in groupby(timed, itemgetter("device")):
-        faster = [row for row in of_device if row["gain"] > 1]
-        sentences.append(
-            f"- {device}: AVQ is faster from {min(row['tokens'] for row in faster)} tokens on, and "
-            f"{max(row['gain'] for row in faster):.0f} times as fast at "
-            f"{max(row['tokens'] for row in faster)}."
-        )
+        rows = list(of_device)
+        most = max(rows, key=itemgetter("gain"))
+        gain = f"{most['gain']:.0f} times as fast at {most['tokens']}"
+        least = min((row["tokens"] for row in rows if row["gain"] > 1), default=None)
+        pays = f"faster from {least} tokens on, {gain}" if least else "slower at all lengths"
+        sentences.append(f"- {device}: AVQ is {pays}.")
     lines = []
     for name, of_name in groupby(timed, itemgetter("device", "dtype", "head_dim")):
         x, y = zip(*[(row["tokens"], row["gain"]) for row in of_name], strict=True)
@@ -352,7 +339,31 @@ def hardware(folder: Path) -> Figures:
         "verified": " and ".join(f"{name} (Triton {triton})" for name, triton in VERIFIED.items()),
     }
     draw = partial(panel_plot, rows=[[panel]])
-    return Figures(values, [cpu.path, *paths], "hardware.png", draw)
+    return Figures(values, paths, "hardware.png", draw)
+
+
+def calls_of(path: Path) -> list[Row]:
+    """Times of exact attention and of AVQ, of own codewords if there are any, by shape."""
+    shape = ["batch", "heads", "head_dim", "dtype", "tokens"]
+    document = read_result(path).document
+    if "shape" in document:  # as `bench attention` wrote it before it was a part of `bench kernels`
+        file = File(path, ["num_tokens"], "exact_ms", "avq_ms")
+        return [
+            document["shape"]
+            | {"tokens": tokens, "device": file.device}
+            | {"exact": row["exact_ms"], "avq": row["avq_ms"]}
+            for tokens, row in file.rows.items()
+        ]
+    file, found = File(path, [*shape, "method"], "ms"), []
+    for *call, method in file.rows:
+        if method == "default SDPA":
+            stored, own = (*call, "AVQ 64/16/8"), (*call, f"AVQ 64/16/8{OWN}")
+            times = {
+                "exact": file.rows[*call, method]["ms"],
+                "avq": file.rows[own if own in file.rows else stored]["ms"],
+            }
+            found.append(dict(zip(shape, call, strict=True)) | times | {"device": file.device})
+    return found
 
 
 PAGES: Mapping[str, Callable[[Path], Figures]] = {

@@ -38,6 +38,12 @@ def test_new_results_make_new_pages(results, monkeypatch):
     (results / "bench_unet_x_cuda.json").write_text(json.dumps(document))
     document["rows"] = [row | {"mode": "eager", "ms": 7.0} for row in document["rows"]]
     (results / "bench_unet_y_cuda.json").write_text(json.dumps(document))
+    call = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "tokens": 4321}
+    times = {"default SDPA": 30.0, "AVQ 64/16/8": 7.0, "AVQ 64/16/8, own codewords": 5.0}
+    rows = [call | {"method": method, "ms": ms} for method, ms in times.items()]
+    operation = {"command": "python -m eval bench attention", "rows": rows}
+    operation["environment"] = document["environment"] | {"device": "a CPU"}
+    (results / "bench_attention_cpu.json").write_text(json.dumps(operation))
     run_command(monkeypatch, "pages", results)
     assert {path.stem for path in results.glob("*.md")} == {*PAGES}
     page = (results / "speed.md").read_text()
@@ -45,6 +51,8 @@ def test_new_results_make_new_pages(results, monkeypatch):
     assert row.split(" | ")[2:7] == ["1230", "100", "12.34", "-", "90"]
     assert "12.34 at 1024²" in page
     assert "at most 14% longer" in page
+    hardware = (results / "hardware.md").read_text()
+    assert "- a CPU: AVQ is faster from 4321 tokens on, 6 times as fast at 4321." in hardware
     for name in ("speed", "quality_psnr", "tolerance", "hardware"):
         assert (results / f"{name}.png").is_file()
 
