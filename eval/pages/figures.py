@@ -36,7 +36,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What a page shows: values by their names in the template; a plot that is not drawn is there.
+    """What a page shows.
 
     Attributes:
         values: by the names in the template.
@@ -131,8 +131,7 @@ def quality(folder: Path) -> Figures:
     """Images of mini-sd and mini-sd3 against exact attention's."""
     times = folder / "updates/bench_unet_1024_graph_cuda.json"
     newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
-    groups = [["quality_peers_levels0.json", "quality_peers_levels01.json"]]
-    groups = [[folder / name for name in names] for names in groups]
+    groups = [[folder / f"quality_peers_levels{levels}.json" for levels in ("0", "01")]]
     groups += [[folder / "quality_own_levels01.json"], [newest]]
     found = Rows(groups[0][0])
     for group in groups:
@@ -141,7 +140,7 @@ def quality(folder: Path) -> Figures:
             ((size, protocol),) = table["quality"].items()
             model = f"{protocol['model']}, {size}"
             measured = [(row, row["quality"][size]) for row in table["rows"] if row["quality"]]
-            (exact,) = [metrics for row, metrics in measured if row["method"] == EXACT]
+            exact = {row["method"]: metrics for row, metrics in measured}[EXACT]
             for row, metrics in measured:
                 if row["method"] in COMPARED:
                     is_unet = "sd3" not in model
@@ -314,6 +313,7 @@ def hardware(folder: Path) -> Figures:
         "device": "device",
         "dtype": "dtype",
         "batch, heads, head dim": lambda x: f"{x['batch']}, {x['heads']}, {x['head_dim']}",
+        "codewords": "codewords",
         "tokens": "tokens",
         "exact, ms": three_digits("exact"),
         "AVQ, ms": three_digits("avq"),
@@ -350,19 +350,18 @@ def calls_of(path: Path) -> list[Row]:
         file = File(path, ["num_tokens"], "exact_ms", "avq_ms")
         return [
             document["shape"]
-            | {"tokens": tokens, "device": file.device}
+            | {"tokens": tokens, "device": file.device, "codewords": "stored"}
             | {"exact": row["exact_ms"], "avq": row["avq_ms"]}
             for tokens, row in file.rows.items()
         ]
     file, found = File(path, [*shape, "method"], "ms"), []
     for *call, method in file.rows:
         if method == "default SDPA":
-            stored, own = (*call, "AVQ 64/16/8"), (*call, f"AVQ 64/16/8{OWN}")
-            times = {
-                "exact": file.rows[*call, method]["ms"],
-                "avq": file.rows[own if own in file.rows else stored]["ms"],
-            }
-            found.append(dict(zip(shape, call, strict=True)) | times | {"device": file.device})
+            own = (*call, f"AVQ 64/16/8{OWN}") in file.rows
+            avq = file.rows[*call, f"AVQ 64/16/8{OWN if own else ''}"]
+            times = {"exact": file.rows[*call, method]["ms"], "avq": avq["ms"]}
+            facts = {"device": file.device, "codewords": "own" if own else "stored"}
+            found.append(dict(zip(shape, call, strict=True)) | times | facts)
     return found
 
 
