@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path("runs")  # unless --output says otherwise
+PUBLISHED = Path("eval/results")
 PROGRAM = ["python", "-m", "eval"]
 GROUPS = ("bench", "coco", "vision")
 

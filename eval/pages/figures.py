@@ -1,0 +1,396 @@
+"""The figures of each page, from the JSON files of a folder of results."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from avq_diffusers.attention.limits import VERIFIED
+from eval.names import CUDNN, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
+from eval.quality.method_table import build_table
+from eval.quality.scene_rows import LESS_EXACT
+from eval.quality.tolerance import SLACK, UNIFORM
+from eval.store.markdown import Column, figure, number, rows_table
+from eval.store.plots import Line, Panel, bar_plot, panel_plot
+from eval.store.report import complete, read_result
+
+Row = dict[str, Any]
+AVQ, EXACT_KEYS, LARGE, FLAT = "M64P16C8/own", "M64P16C8E256/own", "M128P32C8E256/own", "M192/own"
+MINI = "avq_diffusers/mini"
+# What the page of quality shows, in this order.
+COMPARED = [AVQ, "M64P16C8/own1", f"{MINI}/distilled", EXACT_KEYS, f"{MINI}/distilled-level1"]
+COMPARED += [LARGE, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
+MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}  # the first one is shown
+OWN = ", own codewords"  # all rows have them, so none says so
+OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
+LABELS = {
+    EXACT: "exact attention",
+    NO_ATTENTION: "control: each token sees itself only",
+    LINFUSION_CONFIG: "LinFusion",
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a page shows.
+
+    Attributes:
+        values: by the names in the template.
+        files: results that these come from.
+        plot: file name.
+        draw: draws the plot; None if another command does.
+    """
+
+    values: Mapping[str, Any]
+    files: Sequence[Path]
+    plot: str = ""
+    draw: Callable[[Path], None] | None = None
+
+
+class Rows(dict[Any, Row]):
+    """Rows by what they are of; one that is missing is an error that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __missing__(self, key: Any) -> Row:
+        raise ValueError(f"{self.path} has no row of {key}; make it again.")
+
+
+class File:
+    """A result: `rows` by one field or several, which have some others at least."""
+
+    def __init__(self, path: Path, keys: Sequence[str], *fields: str) -> None:
+        self.path, self.document, self.rows = path, read_result(path).document, Rows(path)
+        with complete(path):
+            self.date = self.document["environment"]["date"]
+            self.device = self.document["environment"]["device"].removesuffix(" 80GB HBM3")
+            for row in self.document["rows"]:
+                self.rows[itemgetter(*keys)(row)] = row | {name: row[name] for name in fields}
+
+
+def speed(folder: Path) -> Figures:
+    """A denoising step of each network and size: its fastest mode, the newest file."""
+    steps: dict[tuple[str, int], Row] = {}
+    for path in files_of(folder, "bench_unet_*_cuda.json", "bench_transformer_*_cuda.json"):
+        file = File(path, ["method"], "ms", "size", "mode")
+        if any(file.rows.get(x, {}).get("ms") is None for x in (AVQ, LIMIT)):
+            continue
+        with complete(path):
+            name = file.document.get("unet") or file.document["model"]
+            exact = file.rows.get(EXACT) or file.rows[CUDNN]
+            size, mode = exact["size"], exact["mode"]
+            step = {
+                "network": name.removesuffix(", random weights"),
+                "image": f"{size}p video" if "Wan" in name else f"{size}²",
+                "exact": exact["ms"],
+                "avq": file.rows[AVQ]["ms"],
+                "gain": exact["ms"] / file.rows[AVQ]["ms"],
+                "exact_keys": file.rows.get(EXACT_KEYS, {}).get("ms"),
+                "limit": file.rows[LIMIT]["ms"],
+                "run": MODES[mode],
+                "device": file.device,
+                "path": path,
+                "rank": (-[*MODES].index(mode), file.date),
+            }
+        if (name, size) not in steps or steps[name, size]["rank"] < step["rank"]:
+            steps[name, size] = step
+    if not steps:
+        raise ValueError(f"{folder} has no bench of a network with {AVQ} and {LIMIT}.")
+    rows = [steps[key] for key in sorted(steps)]
+    columns = {
+        "network": "network",
+        "image": "image",
+        "exact, ms": three_digits("exact"),
+        "AVQ, ms": three_digits("avq"),
+        "times as fast": figure("gain", ".2f"),
+        "AVQ with 256 exact keys, ms": three_digits("exact_keys"),
+        "limit, ms": three_digits("limit"),
+        "run": "run",
+        "GPU": "device",
+    }
+    gains = [
+        f"- {network}: " + ", ".join(f"{row['gain']:.2f} at {row['image']}" for row in of_network)
+        for network, of_network in groupby(rows, itemgetter("network"))
+    ]
+    values = {
+        "table": rows_table(columns, rows),
+        "gains": "\n".join(gains),
+        "over": max(row["avq"] / row["limit"] - 1 for row in rows),
+    }
+    bars = {f"{row['network']}, {row['image']}": row["gain"] for row in rows}
+    draw = bars_plot("times as fast as exact attention", {"one denoising step": bars})
+    return Figures(values, [row["path"] for row in rows], "speed.png", draw)
+
+
+def quality(folder: Path) -> Figures:
+    """Images of mini-sd and mini-sd3 against exact attention's."""
+    times = folder / "updates/bench_unet_1024_graph_cuda.json"
+    newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
+    groups = [[folder / f"quality_peers_levels{levels}.json" for levels in ("0", "01")]]
+    groups += [[folder / "quality_own_levels01.json"], [newest]]
+    found = Rows(groups[0][0])
+    for group in groups:
+        table = build_table([*map(read_result, [*group, times])])
+        with complete(group[0]):
+            ((size, protocol),) = table["quality"].items()
+            model = f"{protocol['model']}, {size}"
+            measured = [(row, row["quality"][size]) for row in table["rows"] if row["quality"]]
+            exact = {row["method"]: metrics for row, metrics in measured}[EXACT]
+            for row, metrics in measured:
+                if row["method"] in COMPARED:
+                    is_unet = "sd3" not in model
+                    levels = ", ".join(map(str, row["levels"])) if is_unet else "all"
+                    facts = {
+                        "model": model,
+                        "levels": levels,
+                        "attention": label_of(row),
+                        "ms": next(iter(row["ms"].values()), None) if is_unet else None,
+                    }
+                    less = {column: metrics[x] - exact[x] for x, column in LESS_EXACT.items()}
+                    found.setdefault((model, levels, row["method"]), facts | less | metrics)
+    rows = [found[key] for key in sorted(found, key=lambda x: (x[:2], COMPARED.index(x[2])))]
+    columns = {
+        "model": "model",
+        "levels": "levels",
+        "attention": "attention",
+        "PSNR, dB": figure("psnr_median", ".1f"),
+        "nine of ten above": figure("psnr_p10", ".1f"),
+        "FID": figure(LESS_EXACT["fid"], "+.2f"),
+        "CLIP score": figure(LESS_EXACT["clip_score"], "+.3f"),
+        "copies": figure(LESS_EXACT["copy_agreement"], "+.4f"),
+        "step of SD1.5 at 1024², ms": figure("ms", ".1f"),
+    }
+    mini = "mini-sd, 256²"
+    default = found[mini, "0", AVQ]
+    values = {
+        "table": rows_table(columns, rows),
+        "fid": columns["FID"](default),
+        "clip": columns["CLIP score"](default),
+        "copies": columns["copies"](default),
+    }
+    named = {"default": default, "tome": found[mini, "0", TOME]}
+    named |= {"keys": found[mini, "0, 1", EXACT_KEYS], "tome01": found[mini, "0, 1", TOME]}
+    for name, row in named.items():
+        values |= {name: f"{row['psnr_median']:.1f}", f"{name}_ms": number(row["ms"], ".1f")}
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        levels = "all levels" if row["levels"] == "all" else f"levels {row['levels']}"
+        bars.setdefault(row["model"], {})[f"{row['attention']}, {levels}"] = row["psnr_median"]
+    draw = bars_plot("PSNR to exact attention's images, dB", bars)
+    return Figures(values, [*groups[0], *groups[1], newest, times], "quality_psnr.png", draw)
+
+
+def tolerance(folder: Path) -> Figures:
+    """What a tolerance and sizes by effect give, beside equal sizes in all layers."""
+    rows, sentences, panels = [], [], []
+    paths = files_of(folder, "tolerance_*.json")
+    for path in paths:
+        file = File(path, ["plan"], "times_as_fast", "errors", "psnr_median")
+        size = file.document.get("size")
+        model = ("mini-sd3" if "sd3" in path.stem else "mini-sd") + (f", {size}²" if size else "")
+        rows += [row | {"model": model} for row in file.rows.values()]
+        equal = [file.rows[sizes] for sizes in UNIFORM]
+        effect = [file.rows[f"at the time of {sizes}"] for sizes in UNIFORM]
+        within = [row for row in file.rows.values() if row["tolerance"] is not None]
+        ratios = [
+            median(one["errors"]) / median(other["errors"])
+            for one, other in zip(equal, effect, strict=True)
+        ]
+        held = [
+            f"{mean(error <= SLACK * row['tolerance'] for error in row['errors']):.0%} for "
+            f"{row['tolerance']:g}"
+            for row in within
+        ]
+        sentences.append(
+            f"- {model}: in the same time, sizes by effect have an error {min(ratios):.1f} to "
+            f"{max(ratios):.1f} times smaller than equal sizes. Prompts whose error is within "
+            f"{SLACK} times the tolerance: {', '.join(held)}."
+        )
+        lines = []
+        for name, of_name in {"equal": equal, "by effect": effect, "tolerance": within}.items():
+            x, y = [median(row["errors"]) for row in of_name], [x["times_as_fast"] for x in of_name]
+            lines.append(Line(name, x, y, [0] * len(x)))
+        panels.append(Panel(f"attention, times as fast, {model}", "error of the output", lines))
+    columns = {
+        "model": "model",
+        "sizes": "plan",
+        "attention, times as fast": figure("times_as_fast", ".2f"),
+        "output error, median": lambda row: number(median(row["errors"]), ".4f"),
+        "largest": lambda row: number(max(row["errors"]), ".4f"),
+        "PSNR, dB": figure("psnr_median", ".1f"),
+    }
+    values = {"table": rows_table(columns, rows), "conclusion": "\n".join(sentences)}
+    return Figures(values, paths, "tolerance.png", partial(panel_plot, rows=[panels]))
+
+
+def keys(folder: Path) -> Figures:
+    """One layer on real keys, with Sol-Attn and PISA beside it."""
+    path = folder / "keys_vit_cuda_bfloat16.json"
+    file = File(path, ["method"], "error", "ms", "columns", "scheme")
+    rows, exact = file.rows, file.rows[EXACT]
+    ours = [row for row in rows.values() if row["scheme"].startswith("AVQ")]
+    peers = [row for row in rows.values() if row["scheme"].startswith(("PISA", "Sol"))]
+    ratios = [
+        peer["error"] / min(row["error"] for row in ours if row["ms"] <= peer["ms"])
+        for peer in peers
+        if peer["ms"] < exact["ms"]
+    ]
+    columns = {
+        "attention": label_of,
+        "columns": "columns",
+        "error": figure("error", ".3f"),
+        "ms": figure("ms", ".3f"),
+    }
+    shown = [*ours, *peers, exact, rows[FLAT], rows[NO_ATTENTION]]
+    values = {
+        "table": rows_table(columns, sorted(shown, key=itemgetter("error"), reverse=True)),
+        "least": f"{min(ratios):.1f}",
+        "most": f"{max(ratios):.1f}",
+        "images": file.document["num_images"],
+        "side": exact["size"],
+        "tokens": exact["tokens"],
+        "device": file.device,
+    }
+    for name, row in {"default": rows[AVQ], "large": rows[LARGE]}.items():
+        values[f"{name}_gain"] = f"{exact['ms'] / row['ms']:.1f}"
+        values[f"{name}_error"] = f"{row['error']:.3f}"
+    return Figures(values, [path])
+
+
+def vision(folder: Path) -> Figures:
+    """Vision transformers with AVQ in all layers, nothing trained with it."""
+    features = folder / "vision_features_vit_cuda.json"
+    file = File(features, ["method", "size"], "features_off")
+    tasks = {
+        title: File(folder / f"vision_{task}_exact_keys.json", ["name"], "untrained")
+        for title, task in {"mean IoU, %": "seg", "top-1, %": "cls"}.items()
+    }
+    sides = sorted({side for _, side in file.rows})
+
+    def of_side(side: int, name: str, form: str) -> Column:
+        return lambda row: number(file.rows[row["method"], side].get(name), form)
+
+    def score(task: File) -> Column:
+        return lambda row: number(task.rows.get(row["method"], {}).get("untrained"), ".1f")
+
+    def loss(task: File, method: str) -> str:
+        return f"{task.rows[EXACT]['untrained'] - task.rows[method]['untrained']:.1f}"
+
+    columns: dict[str, Column] = {"attention": label_of}
+    columns |= {f"ms, {side}²": of_side(side, "ms", ".2f") for side in sides}
+    columns |= {f"features off, {side}²": of_side(side, "features_off", ".3f") for side in sides}
+    columns |= {title: score(task) for title, task in tasks.items()}
+    methods = [EXACT, AVQ, EXACT_KEYS, LARGE, FLAT, NO_ATTENTION]
+    (first, *_, last), (miou, top1) = sides, tasks.values()
+    values = {
+        "table": rows_table(columns, [{"method": method} for method in methods]),
+        "device": file.device,
+        "images": file.document["num_images"],
+        "first": first,
+        "last": last,
+        "first_gain": of_side(first, "speedup", ".2f")({"method": AVQ}),
+        "last_gain": of_side(last, "speedup", ".2f")({"method": AVQ}),
+        "keys_gain": of_side(last, "speedup", ".2f")({"method": EXACT_KEYS}),
+        "miou": loss(miou, AVQ),
+        "top1": loss(top1, AVQ),
+        "keys_miou": loss(miou, EXACT_KEYS),
+        "keys_top1": loss(top1, EXACT_KEYS),
+    }
+    return Figures(values, [features, miou.path, top1.path])
+
+
+def hardware(folder: Path) -> Figures:
+    """The operation alone, on each device."""
+    paths = [folder / f"bench_{name}.json" for name in OPERATIONS]
+    rows = [row for path in paths for row in calls_of(path)]
+    timed = [row | {"gain": row["exact"] / row["avq"]} for row in rows if row["exact"] is not None]
+    columns = {
+        "device": "device",
+        "dtype": "dtype",
+        "batch, heads, head dim": lambda x: f"{x['batch']}, {x['heads']}, {x['head_dim']}",
+        "codewords": "codewords",
+        "tokens": "tokens",
+        "exact, ms": three_digits("exact"),
+        "AVQ, ms": three_digits("avq"),
+        "times as fast": figure("gain", ".1f"),
+    }
+    sentences = []
+    for device, of_device in groupby(timed, itemgetter("device")):
+        rows = list(of_device)
+        most = max(rows, key=itemgetter("gain"))
+        gain = f"{most['gain']:.0f} times as fast at {most['tokens']}"
+        least = min((row["tokens"] for row in rows if row["gain"] > 1), default=None)
+        pays = f"faster from {least} tokens on, {gain}" if least else "slower at all lengths"
+        sentences.append(f"- {device}: AVQ is {pays}.")
+    lines = []
+    for name, of_name in groupby(timed, itemgetter("device", "dtype", "head_dim")):
+        x, y = zip(*[(row["tokens"], row["gain"]) for row in of_name], strict=True)
+        lines.append(Line("{}, {}, head dim {}".format(*name), x, y))
+    scales = {"xscale": "log", "yscale": "log", "reference": 1}
+    panel = Panel("times as fast as exact attention", "tokens", lines, **scales)
+    values = {
+        "table": rows_table(columns, timed),
+        "conclusion": "\n".join(sentences),
+        "verified": " and ".join(f"{name} (Triton {triton})" for name, triton in VERIFIED.items()),
+    }
+    draw = partial(panel_plot, rows=[[panel]])
+    return Figures(values, paths, "hardware.png", draw)
+
+
+def calls_of(path: Path) -> list[Row]:
+    """Times of exact attention and of AVQ, of own codewords if there are any, by shape."""
+    shape = ["batch", "heads", "head_dim", "dtype", "tokens"]
+    document = read_result(path).document
+    if "shape" in document:  # as `bench attention` wrote it before it was a part of `bench kernels`
+        file = File(path, ["num_tokens"], "exact_ms", "avq_ms")
+        return [
+            document["shape"]
+            | {"tokens": tokens, "device": file.device, "codewords": "stored"}
+            | {"exact": row["exact_ms"], "avq": row["avq_ms"]}
+            for tokens, row in file.rows.items()
+        ]
+    file, found = File(path, [*shape, "method"], "ms"), []
+    for *call, method in file.rows:
+        if method == "default SDPA":
+            own = (*call, f"AVQ 64/16/8{OWN}") in file.rows
+            avq = file.rows[*call, f"AVQ 64/16/8{OWN if own else ''}"]
+            times = {"exact": file.rows[*call, method]["ms"], "avq": avq["ms"]}
+            facts = {"device": file.device, "codewords": "own" if own else "stored"}
+            found.append(dict(zip(shape, call, strict=True)) | times | facts)
+    return found
+
+
+PAGES: Mapping[str, Callable[[Path], Figures]] = {
+    function.__name__: function for function in (speed, quality, tolerance, keys, vision, hardware)
+}
+
+
+def files_of(folder: Path, *patterns: str) -> list[Path]:
+    """The files in the folder or below it, at least one of each pattern."""
+    found = {pattern: sorted(folder.rglob(pattern)) for pattern in patterns}
+    for pattern, paths in found.items():
+        if not paths:
+            raise FileNotFoundError(f"there is no file {folder / pattern}.")
+    return [path for paths in found.values() for path in paths]
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    """The attention in words."""
+    name = row.get("config") or row["method"]
+    label = LABELS.get(name) or method_label(name).replace(OWN, "")
+    return f"{label}, distilled" if row.get("origin") == "distilled" else label
+
+
+def three_digits(name: str) -> Column:
+    """A column of a field in three digits, never by a power of ten."""
+    return lambda row: number(row[name] and float(f"{row[name]:.3g}"), "g")
+
+
+def bars_plot(xlabel: str, panels: Mapping[str, Mapping[str, float]]) -> Callable[[Path], None]:
+    """What draws a panel of bars for each entry."""
+    return partial(bar_plot, panels=panels, xlabel=xlabel, title="")

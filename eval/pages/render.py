@@ -1,0 +1,38 @@
+"""Pages from templates and results: `python -m eval pages`.
+
+A page has one table, one plot and one conclusion. New results make new pages.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from avq_diffusers.files import atomic_write
+from eval.pages.figures import PAGES, Figures
+
+
+def rendered(name: str, folder: Path, found: Figures) -> str:
+    """The text of a page, with links from the folder of the results."""
+    places = sorted(path.relative_to(folder).as_posix() for path in found.files)
+    files = ",\n".join(f"[{place.removesuffix('.json')}]({place})" for place in places)
+    text = f"{_template(name)}\n{_template('end')}"
+    return text.format(**found.values, sizes=_template("sizes").strip(), files=files)
+
+
+def write_pages(folder: Path) -> Iterator[Path]:
+    """Write the pages and their plots into a folder of results; yields the paths of the pages.
+
+    Raises:
+        FileNotFoundError: a result is missing.
+        ValueError: a result is incomplete, or lacks a row that a page shows.
+    """
+    for name, page in [(name, figures(folder)) for name, figures in PAGES.items()]:
+        if page.draw is not None:
+            page.draw(folder / page.plot)
+        path = folder / f"{name}.md"
+        with atomic_write(path) as temporary:
+            temporary.write_text(rendered(name, folder, page), encoding="utf-8")
+        yield path
+
+
+def _template(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.md").read_text(encoding="utf-8")
