@@ -148,7 +148,7 @@ def tolerance_command(
         profile=profile.document,
         rows=rows,
     )
-    panel_plot(path.with_suffix(".png"), tolerance_panels(rows))
+    panel_plot(path.with_suffix(".png"), tolerance_panels(rows, model))
 
 
 @app.command("scenes")

@@ -39,7 +39,6 @@ UNIFORM = ("M64P16C8", "M64P16C8E256", "M128P32C8E256")
 SLACK = 1.2
 PROBED_STEPS = 6
 EQUAL, DIAL = "equal sizes in all layers", "sizes by their effect"
-LOGS = {"xscale": "log", "yscale": "log"}
 Row = dict[str, Any]
 
 
@@ -160,12 +159,22 @@ def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return rows_table({**COLUMNS, **images}, rows)
 
 
-def tolerance_panels(rows: Sequence[Mapping[str, Any]]) -> list[list[Panel]]:
+def tolerance_panels(rows: Sequence[Mapping[str, Any]], title: str) -> list[list[Panel]]:
     """Error of the output over the time of a step; a dashed line is exact attention."""
     exact = next(row.get("ms") for row in rows if row["scheme"] == EXACT)
     shown = [row | {"error": median(row["errors"])} for row in rows if max(row["errors"])]
     curves = lines(shown, "scheme", "ms", "error")
-    return [[Panel("error of the output", "ms of a step", curves, reference_x=exact, **LOGS)]]
+    return [
+        [
+            Panel(
+                f"error of the output, {title}",
+                "ms of a step; dashed: exact attention",
+                curves,
+                reference_x=exact,
+                yscale="log",
+            )
+        ]
+    ]
 
 
 def _held(row: Mapping[str, Any]) -> str:
