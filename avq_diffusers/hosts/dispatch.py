@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, parameters_of
-from avq_diffusers.hosts.host import Host, Other, Others, Watch
+from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.masks import seen_tokens
 from avq_diffusers.hosts.per_thread import PerThread
@@ -263,6 +263,7 @@ class DispatchHost(Host):
     """
 
     kind = "transformer"
+    usual_sizes = TRANSFORMER_SIZES
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)

@@ -129,7 +129,9 @@ class AVQProcessor(AttnProcessor2_0):
             if model is None:
                 raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
             UNET.refuse(model)
-            states = make_states(UNET.layers(model), source, backend, route)
+            states = make_states(
+                UNET.layers(model), source or UNET.default_config(model), backend, route
+            )
             hosted = Hosted(UNET, model, model, "")
             with all_or_nothing([hosted]):
                 install({hosted: states})
