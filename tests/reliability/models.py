@@ -10,7 +10,6 @@ class without a row here is an error, for someone to decide.
 """
 
 import inspect
-import json
 import re
 from pathlib import Path
 from typing import Any

@@ -2,7 +2,6 @@
 
 import json
 
-import diffusers
 import models
 import pytest
 from hosts.kinds import KINDS
