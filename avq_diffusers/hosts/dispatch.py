@@ -229,13 +229,13 @@ def _masked_attention(
 ) -> Tensor:
     """`_joint_attention` without the tokens that are not `seen` (B or 1, N + T).
 
-    Their outputs are zero. Batch entries with the same tokens run together, and nothing is copied
-    but the output where all lack the same tokens, the last ones.
+    Their outputs are zero. Batch entries with the same tokens run together.
     """
-    has_all_queries, output = query.shape[1] == key.shape[1], torch.zeros_like(query)
+    has_all_queries, output = query.shape[1] == key.shape[1], torch.empty_like(query)
     patterns, pattern_of = seen.unique(dim=0, return_inverse=True)
     for place, pattern in enumerate(patterns):
         num_tokens, num_before = int(pattern.sum()), int(pattern[: grid.start].sum())
+        # Slices, which copy nothing, where they will do.
         entries: Tensor | slice = slice(None)
         if len(patterns) > 1:
             entries = (pattern_of == place).nonzero().flatten().to(query.device)
@@ -243,8 +243,8 @@ def _masked_attention(
         if not pattern[:num_tokens].all():
             tokens = pattern.nonzero().flatten().to(query.device)
         queries = tokens if has_all_queries else slice(None)
-        part = output[entries]
-        part[:, queries] = _joint_attention(
+        output_of_entries = torch.zeros_like(query[entries])
+        output_of_entries[:, queries] = _joint_attention(
             state,
             query[entries][:, queries],
             key[entries][:, tokens],
@@ -252,7 +252,7 @@ def _masked_attention(
             slice(num_before, num_before + grid.stop - grid.start),
             scale,
         )
-        output[entries] = part
+        output[entries] = output_of_entries
     return output
 
 

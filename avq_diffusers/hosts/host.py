@@ -1,8 +1,8 @@
 """How a kind of model runs AVQ: the contract of its adapter, and what all kinds do alike.
 
-An adapter (`unet`, `joint`, `dispatch`, `vision`) says which layers a model has, where the grid of
-a call is told, and how a layer's attention is exchanged. Install and undo, the begin and end of
-calls, and what keeps a layer from AVQ are written here once.
+An adapter (`unet`, `added`, `joint`, `dispatch`, `vision`) says which layers a model has, where the
+grid of a call is told, and how a layer's attention is exchanged. Install and undo, the begin and
+end of calls, and what keeps a layer from AVQ are written here once.
 """
 
 import threading

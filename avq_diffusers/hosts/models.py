@@ -58,10 +58,10 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
             raise TypeError(FOR_UNETS)
         if hosted is None:
             raise TypeError(
-                f"AVQ does not know the attention of {type(module).__name__}; it knows UNets, "
-                f"SD3's joint attention, image and video transformers on the attention dispatch of "
-                f"diffusers, and vision models on the AttentionInterface of transformers that "
-                f"attend to all patches of an image, without windows and biases of positions."
+                f"AVQ does not know the attention of {type(module).__name__}; it knows UNets and "
+                f"image and video transformers of diffusers, and vision models on the "
+                f"AttentionInterface of transformers that attend to all patches of an image, "
+                f"without windows and biases of positions."
             )
         models.append(hosted._replace(prefix=prefix))
     if not models:

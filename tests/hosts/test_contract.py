@@ -579,7 +579,7 @@ def without_gradient(model) -> set[str]:
 
 
 @for_kinds(
-    [*ADAPTERS, *named("ControlNet", "Z-Image", "Wan", "dinov3", "clip")],
+    [*ADAPTERS, *named("ControlNet", "Z-Image", "Wan", "CogVideoX", "PRX", "dinov3", "clip")],
     features={"SD3": "gradient checkpointing of SD3", "Flux": "gradient checkpointing of Flux"},
 )
 def test_checkpoints_recompute_the_call(kind):

@@ -9,7 +9,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
-from hosts.zoo import zoo_transformer
+from hosts.zoo import zoo_inputs, zoo_transformer
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -219,3 +219,17 @@ def test_repeated_blocks_compile():
     assert torch.allclose(predict(model), eager, atol=1e-5)
     # As many as without AVQ: the first single block gets an image of other strides.
     assert len(graphs) == 3
+
+
+def test_blocks_that_call_torch_compile():
+    """Catches graph breaks, and an attention that compiled code does not see."""
+    model = zoo_transformer("CogVideoXTransformer3DModel")
+    arguments = zoo_inputs("CogVideoXTransformer3DModel", model, 8, 12)
+    with torch.no_grad():
+        (exact,) = model(**arguments)
+        (eager,) = apply_avq(model, CONFIG)(**arguments)
+        for block in model.transformer_blocks:
+            block.compile(backend="eager", fullgraph=True)
+        (compiled,) = model(**arguments)
+    assert differ(eager, exact)
+    assert torch.allclose(compiled, eager, atol=1e-5)
