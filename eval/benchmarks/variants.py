@@ -60,8 +60,8 @@ class Case(NamedTuple):
     def is_served(self) -> bool:
         """Whether the kernels serve it."""
         is_wide = self.head_dim > LIMITS["triton"]["head dim of float32"].value
-        has_mma = matrix_instructions(divmod(self.capability, 10)) == "mma"
-        return self.dtype != torch.float32 or not (is_wide and has_mma)
+        has_wgmma = matrix_instructions(divmod(self.capability, 10)) == "wgmma"
+        return self.dtype != torch.float32 or has_wgmma or not is_wide
 
 
 def variant_rows(cases: Iterable[Case]) -> list[Row]:
@@ -179,9 +179,10 @@ def launches(case: Case) -> list[Launch]:
         spec=spec,
     )
     found = list(call._plan(problem).launches)
+    gpu = device, problem.capability
     for index in range(spec.num_updates):
-        update = updates._plan(device, case.dtype, tokens, order, index > 0, spec)
-        found += update.launches
+        plan = updates._plan(*gpu, case.dtype, tokens, order, index > 0, spec)
+        found += plan.launches
     if gradients.serves(torch.empty(0, dtype=case.dtype), means=spec.means):
         found += gradients._plan(problem, tokens).launches
     return found
