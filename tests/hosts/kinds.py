@@ -278,14 +278,20 @@ KINDS = (
         references=flux_references(4),
         feature="Flux2",
     ),
-    flux_kind(
-        "Flux3",
-        tiny_transformers.flux3_transformer,
-        beside=None,
-        references={
-            "smaller": partial(flux3_reference, 24),
-            "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
-        },
+    *(
+        [
+            flux_kind(
+                "Flux3",
+                tiny_transformers.flux3_transformer,
+                beside=None,
+                references={
+                    "smaller": partial(flux3_reference, 24),
+                    "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
+                },
+            )
+        ]
+        if tiny_transformers.FLUX3
+        else ()
     ),
     dispatch_kind(
         "Qwen-Image",
