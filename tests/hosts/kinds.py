@@ -330,7 +330,7 @@ KINDS = (
     vision_kind(
         "dinov2 with registers",
         inputs=vision_inputs,
-        mask=None,  # its layers take none in transformers 5.17
+        mask=None,  # its layers take none
         small=partial(tiny_vision.tiny_vision, "dinov2 with registers", num_hidden_layers=1),
     ),
     vision_kind("dinov3", inputs=vision_inputs),
