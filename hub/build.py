@@ -77,7 +77,7 @@ def limits() -> str:
     of = {name: limit.value for name, limit in LIMITS["triton"].items()}
     (vendor,), (major, minor), head_dims = of["vendor"], of["capability"], of["head dim"]
     *dtypes, last_dtype = (str(dtype).removeprefix("torch.") for dtype in of["dtype"])
-    wide = " or ".join(map(str, MATRIX_INSTRUCTIONS))
+    wide = " or ".join(str(x) for x, kind in MATRIX_INSTRUCTIONS.items() if kind == "wgmma")
     verified = " and ".join(f"{card} (Triton {triton})" for card, triton in VERIFIED.items())
     return (
         f"Triton kernels need an {vendor.upper()} GPU of compute capability {major}.{minor} or "

@@ -374,14 +374,20 @@ KINDS = (
         references=flux_references(4),
         feature="Flux2",
     ),
-    flux_kind(
-        "Flux3",
-        tiny_transformers.flux3_transformer,
-        beside=None,
-        references={
-            "smaller": partial(flux3_reference, 24),
-            "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
-        },
+    *(
+        [
+            flux_kind(
+                "Flux3",
+                tiny_transformers.flux3_transformer,
+                beside=None,
+                references={
+                    "smaller": partial(flux3_reference, 24),
+                    "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
+                },
+            )
+        ]
+        if tiny_transformers.FLUX3
+        else ()
     ),
     dispatch_kind(
         "Qwen-Image",
@@ -422,7 +428,7 @@ KINDS = (
     vision_kind(
         "dinov2 with registers",
         inputs=vision_inputs,
-        mask=None,  # its layers take none in transformers 5.17
+        mask=None,  # its layers take none
         small=partial(tiny_vision.tiny_vision, "dinov2 with registers", num_hidden_layers=1),
     ),
     vision_kind("dinov3", inputs=vision_inputs),

@@ -284,7 +284,7 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         REST_D=tiling.rest_columns,
         PADDED_DIM=padded_dim,
         VALUE_COLUMNS=value_columns(head_dim),
-        SELECTS=spec.refines_some,
+        SELECTS=spec.refines_some(),
         MEANS=spec.means,
         EXACT_KEYS=problem.exact_keys > 0,
         SINKS=problem.sinks is not None,
