@@ -9,9 +9,7 @@ import json
 import re
 import shutil
 import sys
-import tomllib
 from base64 import b64encode
-from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from string import Template
@@ -24,6 +22,8 @@ LIBRARY, OWN = ROOT / "avq_diffusers", ROOT / "hub" / "repository"
 CODEBOOK = ("codebook/__init__.py", "codebook/assignment.py", "codebook/codebook.py")
 MODULES = ("config.py", *CODEBOOK, "attention/**/*.py")
 UNUSED = ("attention/diagnostics.py",)
+GENERAL: dict[str, Any] = {"name": "avq-attention", "version": 1, "license": "Apache-2.0"}
+BACKENDS = ("cpu", "cuda")
 OPS = '''"""The namespace of this build's operators."""
 
 
@@ -39,14 +39,14 @@ def build(folder: Path, repo_id: str) -> None:
         folder: new or empty.
         repo_id: on the Hub.
     """
-    values = {"repo_id": repo_id, "limits": limits()}
+    backends = json.dumps(BACKENDS)
+    values = {**GENERAL, "backends": backends, "repo_id": repo_id, "limits": limits()}
     for path in (x for x in OWN.rglob("*.*") if x.suffix != ".pyc"):
         target = folder / path.relative_to(OWN)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(path.read_text()).substitute(values))
     shutil.copy(ROOT / "LICENSE", folder)
-    general = tomllib.loads((folder / "build.toml").read_text())["general"]
-    module = general["name"].replace("-", "_")
+    module = GENERAL["name"].replace("-", "_")
     package = folder / "torch-ext" / module
     for path in sorted({x for pattern in MODULES for x in LIBRARY.glob(pattern)}):
         name = path.relative_to(LIBRARY)
@@ -54,12 +54,12 @@ def build(folder: Path, repo_id: str) -> None:
             (package / name).parent.mkdir(exist_ok=True)
             (package / name).write_text(exported(path))
     content = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
-    for backend in general["backends"]:
+    for backend in BACKENDS:
         identity = f"_{module}_{backend}_{sha256(content.encode()).hexdigest()[:7]}"
         variant = folder / "build" / f"torch-{backend}"
         shutil.copytree(package, variant)
         (variant / "_ops.py").write_text(OPS.format(id=identity))
-        write_metadata(variant, general, backend, identity)
+        write_metadata(variant, backend, identity)
 
 
 def exported(path: Path) -> str:
@@ -89,14 +89,14 @@ def limits() -> str:
     )
 
 
-def write_metadata(variant: Path, general: Mapping[str, Any], backend: str, identity: str) -> None:
+def write_metadata(variant: Path, backend: str, identity: str) -> None:
     """Write what `kernels` reads before it loads a build."""
     digests = {
         path.relative_to(variant).as_posix(): b64encode(sha256(path.read_bytes()).digest()).decode()
         for path in sorted(variant.rglob("*.py"))
     }
     metadata = {
-        **{key: general[key] for key in ("name", "version", "license")},
+        **GENERAL,
         "id": identity,
         "python-depends": [],
         "backend": {"type": backend},

@@ -360,8 +360,8 @@ def calls_of(path: Path) -> list[Row]:
     for *call, method in file.rows:
         if method == "default SDPA":
             own = (*call, f"AVQ 64/16/8{OWN}") in file.rows
-            avq = file.rows[*call, f"AVQ 64/16/8{OWN if own else ''}"]
-            times = {"exact": file.rows[*call, method]["ms"], "avq": avq["ms"]}
+            avq = file.rows[(*call, f"AVQ 64/16/8{OWN if own else ''}")]
+            times = {"exact": file.rows[(*call, method)]["ms"], "avq": avq["ms"]}
             facts = {"device": file.device, "codewords": "own" if own else "stored"}
             found.append(dict(zip(shape, call, strict=True)) | times | facts)
     return found
