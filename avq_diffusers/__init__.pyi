@@ -1,6 +1,7 @@
 from .attention.api import avq_attention
 from .config import AVQConfig
 from .extras.scalecrafter.apply import scalecrafter
+from .hosts.backend import register_backend
 from .hosts.calibration import calibrate
 from .hosts.codebooks import AVQCodebooks
 from .hosts.measurement import measure_error
@@ -29,6 +30,7 @@ __all__ = [
     "calibrate",
     "gather_codebooks",
     "measure_error",
+    "register_backend",
     "remove_avq",
     "scalecrafter",
     "select_layers",

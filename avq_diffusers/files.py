@@ -121,11 +121,14 @@ def locked(folder: Path, seconds: float, message: str) -> Iterator[None]:
 
 def sha256(path: Path) -> str | None:
     """SHA-256 of a file in hexadecimal; None if the file does not exist."""
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while piece := file.read(1 << 20):
+                digest.update(piece)
     except FileNotFoundError:
         return None
+    return digest.hexdigest()
 
 
 @contextmanager

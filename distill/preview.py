@@ -30,7 +30,7 @@ def save_sheet(
     with (
         torch.compiler.set_stance("force_eager"),
         torch.autocast(pipe.device.type, pipe.unet.dtype, enabled=half),
-        tqdm(desc=path.stem, total=2 * len(config.samples.prompts), unit="image") as bar,
+        tqdm(desc="sample images", total=2 * len(config.samples.prompts), unit="image") as bar,
     ):
         teacher = generate(pipe, config, bar)
         with student_in(pipe, objective, config):

@@ -29,14 +29,17 @@ from avq_diffusers.attention import reference
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
 from avq_diffusers.hosts import attention_replaced, has_unet
+from eval.keys.peers import arranged, attention_in_order, check_peer
 from eval.names import (
     EXACT,
     FOLDER,
     LINFUSION_CONFIG,
     NO_ATTENTION,
+    PEERS,
     TOME,
     TRANSFORMER_IMAGES,
     UNET_IMAGES,
+    MethodName,
     check_place,
     config_label,
     exact_labels,
@@ -74,6 +77,31 @@ def own_values(
     mask[rows, :num_tokens] = False
     mask[rows, key_order.long()] = True
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale), NO_ATTENTION
+
+
+def peer_attention(
+    method: MethodName,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: None,
+    *,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
+    query_order: Tensor,
+    key_order: Tensor,
+    scale: float | None,
+    **sizes: Any,
+) -> tuple[Tensor, str]:
+    """A peer over the tokens in their order of neighbours, and the text's after them."""
+    order, key_order = query_order.long(), key_order.long()
+    key, value = key[:, :, key_order], value[:, :, key_order]
+    if sink_key is not None and sink_value is not None:
+        key, value = torch.cat([key, sink_key], dim=2), torch.cat([value, sink_value], dim=2)
+    inputs = arranged(method.source, query[:, :, order], key, value)
+    output = attention_in_order(method.source, method.setting, inputs, scale)
+    found = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return found.index_copy_(2, order, output), method.source
 
 
 def network_of(pipe: DiffusionPipeline) -> ModelMixin:
@@ -243,15 +271,17 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
             the pipeline has AVQ or LinFusion already.
     """
     _refuse_changed(pipe)
-    if method.name == EXACT:
+    parsed = parse_method(method.name, method.levels)
+    if parsed.source == EXACT:
         yield
-    elif method.name == NO_ATTENTION:
+    elif parsed.source in (NO_ATTENTION, *PEERS):
+        attend = own_values if parsed.source == NO_ATTENTION else partial(peer_attention, parsed)
         network, config = network_of(pipe), AVQConfig(levels=method.levels)
         names = [layer.name for layer in select_layers(network, method.levels)]
-        with attention_replaced(network, dict.fromkeys(names, own_values), config):
+        with attention_replaced(network, dict.fromkeys(names, attend), config):
             yield
-    elif method.name.partition("@")[0] == TOME:
-        with merged_tokens(pipe.unet, method.levels):
+    elif parsed.source == TOME:
+        with merged_tokens(pipe.unet, method.levels, parsed.setting):
             yield
     elif method.linfusion is not None:
         with layers_run_by(pipe.unet, method.linfusion):
@@ -284,15 +314,17 @@ def tiled_attention(
 
 
 @contextmanager
-def merged_tokens(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> Iterator[None]:
-    """Run a UNet by ToMe-SD, with half of the tokens merged, down to the last of these levels.
+def merged_tokens(
+    unet: UNet2DConditionModel, levels: tuple[int, ...], ratio: float
+) -> Iterator[None]:
+    """Run a UNet by ToMe-SD, a share of the tokens merged, down to the last of these levels.
 
     Destinations are fixed, unlike tomesd's default: a step can then be captured in a graph, and an
     image does not depend on those before it.
     """
     import tomesd
 
-    tomesd.apply_patch(unet, ratio=0.5, max_downsample=2 ** max(levels), use_rand=False)
+    tomesd.apply_patch(unet, ratio=ratio, max_downsample=2 ** max(levels), use_rand=False)
     try:
         yield
     finally:
@@ -318,6 +350,8 @@ def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> 
         if has_unet(pipe):
             select_layers(pipe.unet, config.levels, config.exact)
         return Method(name, config.levels, **{"own" if parsed.own else "uncalibrated": config})
+    if parsed.source in PEERS:
+        check_peer(name, parsed.source, next(network_of(pipe).parameters()))
     if parsed.kind != TOME:
         return Method(name, levels)
     levels = parsed.levels or levels

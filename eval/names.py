@@ -3,6 +3,7 @@
 A name is a word, a configuration or a folder, with suffixes in this order:
 
     exact, value-projection, tome, fa2, cudnn, limit, linfusion
+    tome@.75                ToMe that merges .75 of the tokens instead of half of them
     pooled@E256             blocks of neighbours, 256 keys of the best exactly
     pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly
     sol@1.3                 Sol-Attn with a threshold of 1.3
@@ -38,13 +39,13 @@ FOLDER, STORED, OWN, FASTEST, TUNED = "folder", "stored", "own", "fastest", "tun
 LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
-PEER_FORM = re.compile(rf"({'|'.join(PEERS)})@(\d*\.?\d+)")
+SETTING_FORM = re.compile(rf"({'|'.join((TOME, *PEERS))})@(\d*\.?\d+)")
 CONFIG_FORM = re.compile(
     r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
 )
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 PATH_SIGNS = "/\\."  # no configuration has one
-TOME_LEVELS = (0,)  # tomesd's default
+TOME_LEVELS, TOME_RATIO = (0,), 0.5  # tomesd's defaults
 LEVELS = (0, 1)
 
 # Where methods run.
@@ -71,13 +72,15 @@ class Kind:
 KINDS = {
     EXACT: Kind(EXACT, (*IMAGES, *STEPS, KEYS), "SDPA default"),
     NO_ATTENTION: Kind(NO_ATTENTION, (*IMAGES, KEYS)),
-    TOME: Kind(TOME, (UNET_IMAGES, UNET_STEP), "ToMe r=0.5"),
+    TOME: Kind(TOME, (UNET_IMAGES, UNET_STEP), "ToMe r={:g}"),
     FA2: Kind(FA2, STEPS, "FA2"),
     CUDNN: Kind(CUDNN, STEPS, "cuDNN"),
     LIMIT: Kind(LIMIT, STEPS, "limit"),
     LINFUSION: Kind(LINFUSION, (UNET_STEP,), "LinFusion"),
     POOLED: Kind("pooled@E256", (KEYS,)),
-    PISA: Kind("pisa@.15", (TRANSFORMER_STEP, KEYS), "PISA, {:.0%} of the blocks"),
+    PISA: Kind(
+        "pisa@.15", (TRANSFORMER_IMAGES, TRANSFORMER_STEP, KEYS), "PISA, {:.0%} of the blocks"
+    ),
     PISA_ZEROTH: Kind(
         "pisa0@.15", (TRANSFORMER_STEP, KEYS), "PISA, zeroth order, {:.0%} of the blocks"
     ),
@@ -101,7 +104,7 @@ class MethodName:
         levels: levels of tome's suffix.
         num_refined: refined parents of a folder's suffix.
         exact_keys: of pooled blocks.
-        setting: density or threshold of a peer.
+        setting: density or threshold of a peer, share of merged tokens of tome.
     """
 
     source: str
@@ -144,10 +147,11 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
         word, digits = form.groups()
         if digits and word != TOME:
             raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
-        return MethodName(word, word, levels=_levels_of(digits))
+        setting = TOME_RATIO if word == TOME else None
+        return MethodName(word, word, levels=_levels_of(digits), setting=setting)
     if form := POOLED_FORM.fullmatch(name):
         return MethodName(POOLED, POOLED, exact_keys=int(form[1]))
-    if form := PEER_FORM.fullmatch(name):
+    if form := SETTING_FORM.fullmatch(name):
         return MethodName(form[1], form[1], setting=float(form[2]))
     folder, refined = FOLDER_FORM.fullmatch(name).groups()
     if Path(name).is_dir():

@@ -70,7 +70,7 @@ def _anchor(heading):
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 100
 
 
 def test_ci_runs_what_readme_says():

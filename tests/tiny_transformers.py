@@ -3,12 +3,12 @@
 import inspect
 from functools import partial
 
+import diffusers
 import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
-    Flux3Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
@@ -29,6 +29,8 @@ EXACT = AVQConfig.parse("M4P4C2E1000", query_tile=16)
 NUM_TEXT = 24
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
 
+
+FLUX3 = getattr(diffusers, "Flux3Transformer2DModel", None)  # None before diffusers 0.42
 
 # What each class needs beside `HEADS`. SD3.5-medium has query and key norms, and a second attention
 # in its first blocks.
@@ -60,7 +62,7 @@ SIZES = {
         "joint_attention_dim": 32,
         "axes_dims_rope": [16] * 4,
     },
-    Flux3Transformer2DModel: {
+    FLUX3: {
         "in_channels": 4,
         "cond_in_channels": 4,
         "num_layers": 1,
@@ -102,7 +104,7 @@ def tiny_transformer(cls, **overrides):
 sd3_transformer = partial(tiny_transformer, SD3Transformer2DModel)
 flux_transformer = partial(tiny_transformer, FluxTransformer2DModel)
 flux2_transformer = partial(tiny_transformer, Flux2Transformer2DModel)
-flux3_transformer = partial(tiny_transformer, Flux3Transformer2DModel)
+flux3_transformer = partial(tiny_transformer, FLUX3)
 qwen_transformer = partial(tiny_transformer, QwenImageTransformer2DModel)
 wan_transformer = partial(tiny_transformer, WanTransformer3DModel)
 ltx_transformer = partial(tiny_transformer, LTXVideoTransformer3DModel)
@@ -154,7 +156,7 @@ def inputs(model, height: int = 8, width: int = 12, frames: int = 3, batch: int 
             "img_ids": position_ids(height, width, axes=4).expand(batch, -1, -1),
             "txt_ids": torch.zeros(batch, NUM_TEXT, 4),
         },
-        Flux3Transformer2DModel: {
+        FLUX3: {
             "img_ids": position_ids(height, width, axes=4),
             "txt_ids": torch.zeros(NUM_TEXT, 4),
         },

@@ -152,18 +152,18 @@ def attention_and_backend(
     """
     tensors = Tensors.of_call(query, key, value, codebook, options)
     spec, backend = _settle(tensors, options, backend)
-    _refuse_transforms(backend, *tensors.tokens)
+    _refuse_transforms(backend, *tensors.tokens())
     if backend == "triton":
-        needs_grad = _needs_grad(*tensors.tokens)
+        needs_grad = _needs_grad(*tensors.tokens())
         if not needs_grad and not _is_watched(query, key, value):
             return _launch_kernels(tensors, spec), backend
         # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(needs_grad):
-            return _kernel_attention(*tensors, spec.numbers, spec.scale), backend
+            return _kernel_attention(*tensors, spec.numbers(), spec.scale), backend
 
     tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     if backend == "torch":
-        return _attention(*tensors, spec.numbers, spec.scale), backend
+        return _attention(*tensors, spec.numbers(), spec.scale), backend
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
         parents, children = tensors.parents, tensors.children
@@ -414,7 +414,7 @@ def _gradients_by_kernels(grad_output: Tensor, tensors: Tensors, spec: Spec) -> 
             _note_lack(tensors, spec, error)
             return None
     if self_check.is_due(tensors, spec, of="gradients"):
-        last, needed = slice(-1, None), [x is not None for x in tensors.tokens]
+        last, needed = slice(-1, None), [x is not None for x in tensors.tokens()]
         expected = _gradients_by_pytorch(grad_output[last], tensors.part(last), spec, needed)
         pairs = [(found[last], right) for found, right in zip(grads, expected, strict=True)]
         if not self_check.passes(tensors, spec, pairs, of="gradients"):

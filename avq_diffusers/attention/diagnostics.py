@@ -7,10 +7,11 @@ Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention

@@ -75,9 +75,9 @@ def _capability(tensors: Tensors, spec: Spec) -> tuple[int, int]:
 
 
 def _wide_head_dim(tensors: Tensors, spec: Spec) -> int | None:
-    """Of float32, where operands must fit registers."""
-    has_mma = matrix_instructions(_capability(tensors, spec)) == "mma"
-    is_wide = tensors.query.dtype == torch.float32 and has_mma
+    """Of float32, whose operands must fit registers or, on capability 10, tensor memory."""
+    has_wgmma = matrix_instructions(_capability(tensors, spec)) == "wgmma"
+    is_wide = tensors.query.dtype == torch.float32 and not has_wgmma
     return tensors.query.shape[3] if is_wide else None
 
 
@@ -137,7 +137,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "visible beside exact keys": Limit(
             1024,  # a tile sorts them
-            lambda call, spec: spec.num_visible if spec.exact_keys else None,
+            lambda call, spec: spec.num_visible() if spec.exact_keys else None,
             "tiles with exact keys may see {value} codewords, but see {found}",
             operator.ge,
         ),
@@ -159,15 +159,15 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "head dim of float32": Limit(
             64,
             _wide_head_dim,
-            "float32 with head dim {found} needs compute capability 9 or 10",
+            "float32 with head dim {found} needs compute capability 9",
             operator.ge,
         ),
         "query tile": _most(128, "query_tile", lambda call, spec: spec.query_tile),
         "parents if tiles choose": _most(
-            256, "num_parents", lambda call, spec: spec.num_parents if spec.refines_some else None
+            256, "num_parents", lambda call, spec: spec.num_parents if spec.refines_some() else None
         ),
         "parents": _most(
-            512, "num_parents", lambda call, spec: None if spec.refines_some else spec.num_parents
+            512, "num_parents", lambda call, spec: None if spec.refines_some() else spec.num_parents
         ),
         "children": _most(32, "num_children", lambda call, spec: spec.num_children),
         "batch": _most(65535, "batch", lambda call, spec: call.query.shape[0]),
@@ -187,7 +187,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "tiles": Limit(
             (),
-            lambda call, spec: spec.num_refined if spec.refines_some else None,
+            lambda call, spec: spec.num_refined if spec.refines_some() else None,
             "num_refined must be 0 or all {spec.num_parents} parents, but is {spec.num_refined}",
         ),
     },

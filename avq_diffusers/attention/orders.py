@@ -7,7 +7,6 @@ follow each other. Keys and values are never reordered.
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +118,7 @@ def _build_order(
     height: int, width: int, kind: str, device: torch.device, seed: int, frames: int
 ) -> Tensor:
     if kind == "gilbert":
-        order = torch.from_numpy(_in_time(_gilbert_order(height, width), frames))
+        order = _in_time(_gilbert_order(height, width), frames)
     elif kind == "raster":
         order = torch.arange(frames * height * width, device="cpu")
     else:
@@ -128,32 +127,32 @@ def _build_order(
     return order.to(device, torch.int32)
 
 
-def _gilbert_order(height: int, width: int) -> np.ndarray:
+def _gilbert_order(height: int, width: int) -> Tensor:
     if width >= height:
-        columns, rows = _gilbert_path(width, height).T
+        columns, rows = _gilbert_path(width, height).unbind(1)
     else:
-        rows, columns = _gilbert_path(height, width).T
+        rows, columns = _gilbert_path(height, width).unbind(1)
     return rows * width + columns
 
 
-def _in_time(order: np.ndarray, frames: int) -> np.ndarray:
+def _in_time(order: Tensor, frames: int) -> Tensor:
     """The order of a video, whose frames have `order` (N,), as (frames * N,).
 
     Slabs of at most `_SLAB` frames follow each other. In each, the path of a frame is walked with a
     column of the slab's frames at every token, up and down in turn. Every second slab is walked
     backwards, so that the next one begins where it ends.
     """
-    slabs = np.array_split(np.arange(frames), -(-frames // _SLAB))
+    slabs = torch.arange(frames, device="cpu").tensor_split(-(-frames // _SLAB))
     order_of_slabs = []
     for i, slab in enumerate(slabs):
-        tokens = len(order) * slab + (order if i % 2 == 0 else order[::-1])[:, None]
-        tokens[1::2] = tokens[1::2, ::-1]
-        order_of_slabs.append(tokens.ravel())
-    return np.concatenate(order_of_slabs)
+        tokens = len(order) * slab + (order if i % 2 == 0 else order.flip(0))[:, None]
+        tokens[1::2] = tokens[1::2].flip(1)
+        order_of_slabs.append(tokens.flatten())
+    return torch.cat(order_of_slabs)
 
 
 @lru_cache(maxsize=256)
-def _gilbert_path(length: int, breadth: int) -> np.ndarray:
+def _gilbert_path(length: int, breadth: int) -> Tensor:
     """Path from (0, 0) to (length - 1, 0) through every cell, as int64 (length * breadth, 2).
 
     The generalized Hilbert curve of J. Cerveny (github.com/jakubcerveny/gilbert). A long rectangle
@@ -161,19 +160,20 @@ def _gilbert_path(length: int, breadth: int) -> np.ndarray:
     because only those start and end on the same side.
     """
     if length == 1 or breadth == 1:
-        path = np.zeros((length * breadth, 2), dtype=np.int64)
-        path[:, 0 if breadth == 1 else 1] = np.arange(length * breadth)
+        path = torch.zeros(length * breadth, 2, dtype=torch.int64, device="cpu")
+        path[:, 0 if breadth == 1 else 1] = torch.arange(length * breadth, device="cpu")
         return path
     if 2 * length > 3 * breadth:
         half = _half(length)
-        rest = _gilbert_path(length - half, breadth) + np.array((half, 0))
-        return np.concatenate([_gilbert_path(half, breadth), rest])
+        rest = _gilbert_path(length - half, breadth) + torch.tensor((half, 0), device="cpu")
+        return torch.cat([_gilbert_path(half, breadth), rest])
     half_length, half_breadth = length // 2, _half(breadth)
-    up = _gilbert_path(half_breadth, half_length)[:, ::-1]
-    across = _gilbert_path(length, breadth - half_breadth) + np.array((0, half_breadth))
-    corner = np.array((half_breadth - 1, length - 1))
+    up = _gilbert_path(half_breadth, half_length).flip(1)
+    across = _gilbert_path(length, breadth - half_breadth)
+    across = across + torch.tensor((0, half_breadth), device="cpu")
+    corner = torch.tensor((half_breadth - 1, length - 1), device="cpu")
     down = corner - _gilbert_path(half_breadth, length - half_length)
-    return np.concatenate([up, across, down[:, ::-1]])
+    return torch.cat([up, across, down.flip(1)])
 
 
 def _half(size: int) -> int:

@@ -77,14 +77,13 @@ class Tensors(NamedTuple):
         sinks = options["sink_key"], options["sink_value"]
         return cls(query, key, value, *sinks, parents, children, query_order, key_order)
 
-    @property
     def tokens(self) -> tuple[Tensor | None, ...]:
         """Query, key, value and sinks."""
-        return self[:NUM_TOKENS]
+        return self.query, self.key, self.value, self.sink_key, self.sink_value
 
     def part(self, elements: slice) -> "Tensors":
         """The call of some elements of the batch."""
-        tokens = (None if x is None else x[elements] for x in self.tokens)
+        tokens = (None if x is None else x[elements] for x in self.tokens())
         return Tensors._make((*tokens, *self[NUM_TOKENS:]))
 
     def with_codewords_in(self, dtype: torch.dtype) -> "Tensors":
@@ -107,7 +106,7 @@ class Tensors(NamedTuple):
         if (self.sink_key is None) != (self.sink_value is None):
             raise ValueError("sink_key and sink_value must be given together.")
         num_tokens = 3 if self.sink_key is None else NUM_TOKENS
-        tokens: dict[str, Any] = dict(zip(self._fields[:num_tokens], self, strict=False))
+        tokens = {name: getattr(self, name) for name in Tensors._fields[:num_tokens]}
         for name, tensor in tokens.items():
             _check_tokens(name, tensor)
         query, key, batch = self.query, self.key, self.query.shape[0]
@@ -189,17 +188,14 @@ class Spec(NamedTuple):
     means: bool  # whether the mean of its keys represents a leaf or cell, else the stored codeword
     scale: float  # factor on the logits
 
-    @property
     def refines_some(self) -> bool:
         """Whether tiles differ in the parents that they refine."""
         return 0 < self.num_refined < self.num_parents
 
-    @property
     def num_visible(self) -> int:
         """M0 + P C, the codewords that a query tile sees."""
         return self.num_parents + self.num_refined * self.num_children
 
-    @property
     def numbers(self) -> list[int]:
         """All integers, for the schema of an operator."""
         return [int(x) for x in self[:-1]]

@@ -251,10 +251,10 @@ def attend(tensors: Tensors, summary: Summary, output: Tensor, spec: Spec) -> No
 
     heads, num_queries, head_dim = query.shape
     query_tile = min(spec.query_tile, num_queries)
-    tile_elements = 2 * head_dim * (spec.num_visible + summary.num_single)
+    tile_elements = 2 * head_dim * (spec.num_visible() + summary.num_single)
     row_elements = spec.num_parents + tile_elements // query_tile
     if summary.by_leaf is not None:
-        row_elements += spec.num_visible
+        row_elements += spec.num_visible()
     chunk = chunk_length(query.device, heads * row_elements)
     for order, tiles, columns in tiles_and_columns(tensors, summary, spec, chunk // query_tile):
         tile_output = _attention(

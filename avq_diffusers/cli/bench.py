@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import dilation, fit_request, measured_on, timed_image
+from avq_diffusers.cli.images import dilation, first_step, fit_request, measured_on, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
@@ -26,20 +26,26 @@ from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, 
 from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
-HEADINGS = ("", "seconds", "speed", "PSNR dB")
+HEADINGS = ("", "seconds", "speed", "PSNR dB", "cold step", "warm step")
+LEGEND = """seconds of an image, speed relative to exact attention, PSNR to its images,
+seconds of the first step (cold: it compiles) and of the next (warm)"""
 THUMBNAIL = 256
 
 
 class ChoiceResult(NamedTuple):
     """One image per request by a choice, their median time and their median PSNR to exact ones.
 
-    The PSNR is in dB and infinite for equal images.
+    Attributes:
+        psnr: in dB; infinite for equal images.
+        cold, warm: seconds of the first step of this choice, and of the next.
     """
 
     label: str
     images: Sequence[Image.Image]
     seconds: float
     psnr: float
+    cold: float
+    warm: float
 
 
 def bench_model(
@@ -64,8 +70,9 @@ def bench_model(
             choices = tolerance_choices(pipe, source, tolerances, request)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
+    print(LEGEND)
     size = f"{request.width}x{request.height}"
-    plot_bench(results, f"{Path(model.name).name}, {size}, {request.steps} steps", out)
+    plot_bench(results, f"{Path(model.name).name}, {size}, steps {request.steps}", out)
     save_sheet(bench_sheet(results, list(map(str, requests))), out)
     print(f"plot:  {out}\nsheet: {sheet_path(out)}")
 
@@ -113,21 +120,25 @@ def run_choices(
 ) -> Iterator[ChoiceResult]:
     """Generate the images of exact attention, then of every choice; the pipeline keeps the last."""
 
-    def generate() -> tuple[list[Image.Image], float]:
+    def result(label: str, exact: Sequence[Image.Image] | None = None) -> ChoiceResult:
+        pipe.set_progress_bar_config(desc=label)
+        cold, warm = (first_step(pipe, requests[0]) for _ in range(2))
         timed = [timed_image(pipe, request) for request in requests]
-        return [one.image for one in timed], median(one.seconds for one in timed)
+        images = [one.image for one in timed]
+        likeness = math.inf if exact is None else median(map(psnr, images, exact))
+        seconds = median(one.seconds for one in timed)
+        return ChoiceResult(label, images, seconds, likeness, cold, warm)
 
     with avq_disabled(pipe):
-        exact, seconds = generate()
-    yield ChoiceResult(EXACT, exact, seconds, math.inf)
+        exact = result(EXACT)
+    yield exact
     for label, choose in choices.items():
         choose()
-        images, seconds = generate()
-        yield ChoiceResult(label, images, seconds, median(map(psnr, images, exact)))
+        yield result(label, exact.images)
 
 
 def bench_table(results: Sequence[ChoiceResult]) -> Table:
-    """Return seconds per image, speed relative to exact attention and PSNR, a row per choice."""
+    """Return the figures, a row per choice."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -187,6 +198,8 @@ def _cells(results: Sequence[ChoiceResult]) -> list[tuple[str, ...]]:
             f"{result.seconds:.2f}",
             f"{exact.seconds / result.seconds:.2f}x",
             "" if result is exact else f"{result.psnr:.1f}",
+            f"{result.cold:.2f}",
+            f"{result.warm:.2f}",
         )
         for result in results
     ]

@@ -11,7 +11,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.calibration import calibrate
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.models import main_model
-from avq_diffusers.hosts.sources import AVQSource, default_config
+from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.mini.loading import usual_guidance
 from avq_diffusers.options import first_line
 
@@ -49,9 +49,8 @@ def calibrate_model(
 
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
-    """The request's configuration, by default at the finest level with self-attention."""
-    if model.has_levels:
-        return model.config
+    """The request's configuration; what it leaves open is as in `apply_avq`."""
     hosted = main_model(pipe)
-    levels = default_config(hosted.host.layers(hosted.model)).levels
-    return replace(model.config, levels=levels)  # SDXL's is level 1
+    usual = hosted.host.default_config(hosted.model)
+    levels = usual.levels if model.levels is None else model.levels
+    return replace(model.sizes or usual, levels=levels, exact=model.exact)

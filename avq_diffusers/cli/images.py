@@ -109,6 +109,16 @@ def timed_image(
     return TimedImage(image, time.perf_counter() - start)
 
 
+def first_step(pipe: DiffusionPipeline, request: ImageRequest) -> float:
+    """Run one step without decoding it; return its seconds, which include any compilation."""
+    start = time.perf_counter()
+    only = {"num_inference_steps": 1, "output_type": "latent"}
+    pipe(**{**_call_arguments(pipe, request), **only})
+    if pipe.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def measured_on(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str, Any]:
     """Arguments of `apply_avq` with a tolerance: one image, in at most `ERROR_STEPS` steps."""
     arguments = _call_arguments(pipe, request)

@@ -47,7 +47,7 @@ def _version(package: str) -> str:
 
 def _described(device: torch.device) -> str:
     if device.type != "cuda":
-        return f"no GPU that PyTorch sees; CPU with {torch.get_num_threads()} threads"
+        return f"no GPU that PyTorch sees; CPU threads: {torch.get_num_threads()}"
     major, minor = torch.cuda.get_device_capability(device)
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     return (

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.cli.output import check_image_path, sheet_path
-from avq_diffusers.cli.request import DEFAULT_CONFIG, ImageRequest, ModelRequest
+from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
     LARGEST_SEED,
@@ -38,7 +38,7 @@ Model = Annotated[
     str,
     typer.Option(
         callback=model_path,
-        help="Folder, .safetensors file or Hub id of a Stable Diffusion model, or mini-sd or "
+        help="Folder, .safetensors file or Hub id of a text-to-image model, or mini-sd or "
         "mini-sd3, the embedded ones.",
     ),
 ]
@@ -53,8 +53,8 @@ UNetModel = Annotated[
 Codebooks = Annotated[
     str | None,
     typer.Option(
-        help="Folder or Hub id of codebooks, for UNets; without them, codewords are keys of the "
-        "image itself."
+        help="Folder or Hub id of codebooks of a UNet, which have their own sizes: not with "
+        "--config, --levels, --exact and tolerances. By default, codewords are keys of the image."
     ),
 ]
 Device = Annotated[
@@ -62,13 +62,16 @@ Device = Annotated[
 ]
 Config = Annotated[
     str | None,
-    typer.Option(help=f"Parents, refined parents and children, by default {DEFAULT_CONFIG}."),
+    typer.Option(
+        help="Sizes: M64P16C8 has 64 parents, of which every query tile refines 16 into 8 children "
+        "each; M64P16C8E256 adds 256 exact keys. By default those of apply_avq."
+    ),
 ]
 Levels = Annotated[
     str | None,
     typer.Option(
-        help="UNet levels with AVQ, as 0,1; by default the highest resolution that has "
-        "self-attention."
+        help="UNet levels with AVQ, as 0,1 (0 is the highest resolution, and all of a "
+        "transformer); by default the highest that has self-attention."
     ),
 ]
 Exact = Annotated[
@@ -123,14 +126,15 @@ def generate(
     num_refined: Annotated[
         int | None,
         typer.Option(
-            help="Parents refined per query tile; by default as many as the codebooks say."
+            help="Parents refined per query tile, in place of those of --config or --codebooks; "
+            "not with --tolerance."
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Run the fastest sizes whose output (noise, velocity) is within this of exact "
-            "attention's, such as 0.02; measured on this prompt."
+            help="Run the fastest sizes with which the model's output (noise, velocity) in a step "
+            "is within this of exact attention's, such as 0.02; measured on this prompt first."
         ),
     ] = None,
     device: Device = None,
@@ -178,11 +182,17 @@ def bench(
     seed: Seed = 0,
     refined: Annotated[
         str | None,
-        typer.Option(help="Numbers of refined parents, as 0,4,16; by default from none to all."),
+        typer.Option(
+            help="Numbers of refined parents, as 0,4,16, at most those of --config; by default "
+            "from none to all."
+        ),
     ] = None,
     tolerances: Annotated[
         str | None,
-        typer.Option(help="In their place, errors of the output, as 0.01,0.02,0.05."),
+        typer.Option(
+            help="In their place, errors of the model's output in a step, as 0.01,0.02,0.05; not "
+            "with --codebooks."
+        ),
     ] = None,
     images: Annotated[
         int, typer.Option(min=1, help="Images per choice; their medians are shown.")
@@ -266,7 +276,9 @@ def calibrate_command(
     levels: Levels = None,
     exact: Exact = None,
     steps: Steps = 25,
-    keys: Annotated[int, typer.Option(min=1, help="Keys sampled in each layer.")] = 32768,
+    keys: Annotated[
+        int, typer.Option(min=1, help="Keys sampled in each layer, at least as many as parents.")
+    ] = 32768,
     seed: Annotated[
         int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of noise, sample and k-means.")
     ] = 0,
@@ -287,7 +299,7 @@ def calibrate_command(
         pipe, chosen, texts, num_inference_steps=steps, keys_per_layer=keys, seed=seed
     )
     calibrated.save_pretrained(out)
-    print(f"codebooks: {out}")
+    print(f"codebooks: {out}, for avq generate --codebooks {out}")
 
 
 @app.command()

@@ -116,31 +116,37 @@ class _Events:
         if tolerance not in known:
             raise _mistake(f"Tolerance must be one of {', '.join(known)}, but got {tolerance!r}.")
         request = shown.request
-        after_step = self._after_step(visitor, progress, request.steps, "AVQ")
         if tolerance != NO_TOLERANCE:
             assert isinstance(self.source, AVQConfig)  # else the page offers none
+            measured = measured_on(self.pipe, request)
+            steps = measured["num_inference_steps"]
             apply_avq(
                 self.pipe,
                 self.source,
                 tolerance=float(tolerance),
                 route="always",
-                callback_on_step_end=after_step,
-                **measured_on(self.pipe, request),
+                callback_on_step_end=self._after_step(visitor, progress, steps, "Measuring"),
+                **measured,
             )
         else:
             apply_avq(self.pipe, self.source, route="always")
             if num_refined != self.default_refined:
                 plan = {name: min(num_refined, most) for name, most in self.parents.items()}
                 set_num_refined(self.pipe, plan)
+        after_step = self._after_step(visitor, progress, request.steps, "AVQ")
         avq = timed_image(self.pipe, request, after_step)
         likeness = f"PSNR {psnr(avq.image, shown.exact.image):.1f} dB"
         differing = difference(shown.exact.image, avq.image)
-        header, *rows = summary(self.pipe).cells()
         return [
             _titled("AVQ", avq),
             gr.Image(differing, label=f"Difference x{DIFFERENCE_GAIN}, {likeness}"),
-            gr.Dataframe(rows, headers=header),
+            gr.Dataframe(**self.report()),
         ]
+
+    def report(self) -> dict[str, list]:
+        """What each layer runs, as arguments of a table."""
+        header, *rows = summary(self.pipe).cells()
+        return {"value": rows, "headers": header}
 
     def cancel(self, visitor: gr.Request) -> None:
         """Stop the work for a visitor at its next step."""
@@ -159,7 +165,7 @@ class _Events:
             has_left = event is not None and not event.alive  # gradio notes it
             if has_left or session not in self.working:
                 raise gr.Error("Cancelled.", print_exception=False)
-            progress((step + 1, steps), title)
+            progress((step + 1) / steps, f"{title}, step {step + 1} of {steps}")
             return tensors
 
         return after_step
@@ -203,6 +209,14 @@ def build_page(
                         gr.Image(label=title, format="png", interactive=False, elem_id=title)
                         for title in ("Exact", "AVQ", "Difference")
                     ]
+                tolerance = gr.Radio(
+                    [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
+                    value=NO_TOLERANCE,
+                    label="Tolerance",
+                    info="Largest relative error of the model's output in a step, measured on this "
+                    "image; chooses the sizes of every layer.",
+                    visible=isinstance(source, AVQConfig),
+                )
                 num_refined = gr.Slider(
                     0,
                     events.most_refined,
@@ -213,15 +227,7 @@ def build_page(
                     info="Fewer are faster and coarser. Moving this generates the AVQ image again.",
                     interactive=events.most_refined > 0,
                 )
-                tolerance = gr.Radio(
-                    [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
-                    value=NO_TOLERANCE,
-                    label="Tolerance",
-                    info="Largest relative error of the model's output, measured on this image; "
-                    "replaces the refined parents.",
-                    visible=isinstance(source, AVQConfig),
-                )
-                report = gr.Dataframe(label="Layers", interactive=False)
+        report = gr.Dataframe(**events.report(), label="Layers", interactive=False)
         gr.Examples([[example] for example in examples], prompt, label="Prompts to try")
 
         for field in (prompt, width, height, seed, steps, num_refined, tolerance):
@@ -237,6 +243,13 @@ def build_page(
             **pipeline,
         }
         gr.on([num_refined.release, tolerance.input], **refine)
+        tolerance.input(
+            lambda chosen: gr.Slider(visible=chosen == NO_TOLERANCE),
+            tolerance,
+            num_refined,
+            queue=False,
+            api_visibility="private",
+        )
         button.click(
             events.generate_exact,
             [shown, prompt, width, height, seed, steps],

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.options import numbers_of
 
-DEFAULT_CONFIG = "M64P16C8"
-
 
 @dataclass(frozen=True)
 class ModelRequest:
@@ -17,15 +15,17 @@ class ModelRequest:
         name: folder, .safetensors file or Hub id of the model.
         device: cuda, mps or cpu; None takes the fastest present.
         codebooks: folder or Hub id; None takes codewords from the keys of each call.
-        config: sizes and layers without codebooks.
-        has_levels: whether the user chose the levels of `config`.
+        sizes: without codebooks; None takes those of `apply_avq`.
+        levels: with AVQ; None takes those of `apply_avq`.
+        exact: layers or modules that keep exact attention.
     """
 
     name: str
     device: str | None
     codebooks: str | None
-    config: AVQConfig
-    has_levels: bool
+    sizes: AVQConfig | None
+    levels: tuple[int, ...] | None
+    exact: tuple[str, ...]
 
     @classmethod
     def from_options(
@@ -51,18 +51,17 @@ class ModelRequest:
             )
         if codebooks is not None and has_tolerance:  # their sizes are fixed
             raise ValueError("A tolerance and --codebooks exclude each other; drop one of them.")
-        avq_config = AVQConfig.parse(
-            DEFAULT_CONFIG if config is None else config,
-            levels=(0,) if levels is None else numbers_of("--levels", levels),
-            exact=() if exact is None else tuple(exact.split(",")),
-        )
-        most = avq_config.most_refined
-        if codebooks is None and not all(0 <= number <= most for number in refined):
+        sizes = None if config is None else AVQConfig.parse(config)
+        if sizes is not None and not all(0 <= x <= sizes.most_refined for x in refined):
             raise ValueError(
-                f"{avq_config} can refine 0 to {most} parents, but got "
+                f"{sizes} can refine 0 to {sizes.most_refined} parents, but got "
                 f"{', '.join(map(str, refined))}."
             )
-        return cls(model, device, codebooks, avq_config, levels is not None)
+        return cls(
+            *(model, device, codebooks, sizes),
+            None if levels is None else numbers_of("--levels", levels),
+            () if exact is None else tuple(exact.split(",")),
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class ImageRequest:
     scalecrafter: bool
 
     def __str__(self) -> str:
-        details = [f"{self.width} x {self.height}", f"seed {self.seed}", f"{self.steps} steps"]
+        details = [f"{self.width} x {self.height}", f"seed {self.seed}", f"steps {self.steps}"]
         if self.guidance_scale is not None:
             details.append(f"guidance {self.guidance_scale:g}")
         if self.scalecrafter:

@@ -29,7 +29,7 @@ from avq_diffusers.hosts.host import installed
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.models import main_model, name_of
 from avq_diffusers.hosts.refinement import EXACT
-from avq_diffusers.hosts.sources import default_config, states_of_config
+from avq_diffusers.hosts.sources import states_of_config
 from avq_diffusers.hosts.state import with_sinks
 from avq_diffusers.hosts.verbs import avq_disabled
 
@@ -79,7 +79,7 @@ def calibrate(
     if not host.takes_codebooks:
         raise TypeError(f"a {host.kind} has no codebooks: it takes codewords from its own keys.")
     examples = checked_examples(pipe, host, examples, arguments)
-    config = default_config(host.layers(hosted.model)) if config is None else config
+    config = host.default_config(hosted.model) if config is None else config
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
     if config.key_norm:

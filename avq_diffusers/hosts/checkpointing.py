@@ -40,7 +40,8 @@ class _Checkpoint:
     def __call__(self, block: Any, *args: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self.function(block, *args)
-        layers = block.modules() if self.attn is None else [self.attn]
+        module = getattr(block, "__self__", block)  # a block, or its `__call__`
+        layers = module.modules() if self.attn is None else [self.attn]
         states = {attn: vars(attn).get(ATTRIBUTE) for attn in layers}
         calls = {
             attn: (state, state.call.get())

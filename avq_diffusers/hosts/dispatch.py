@@ -1,8 +1,9 @@
-"""Transformers on diffusers' attention dispatch: a backend that runs AVQ in layers that carry it.
+"""Transformers of diffusers: AVQ in the place of the attention that a layer's processor calls.
 
-Backends see tensors only. A hook before each layer says whose call it is, so one serves all layers.
-It is registered when AVQ is first applied, stands on the processors of the chosen layers only, and
-leaves the process's default alone.
+Processors on the attention dispatch get a backend. It is registered when AVQ is first applied,
+stands on the processors of the chosen layers only, and leaves the process's default alone. Others
+call `scaled_dot_product_attention`, which a mode of PyTorch intercepts inside the layer. Both see
+tensors only. A hook before each layer says whose call it is, so one serves all layers.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -17,28 +19,38 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from avq_diffusers.config import is_within
 from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, parameters_of
-from avq_diffusers.hosts.host import Host, Other, Others, Watch
+from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
+from avq_diffusers.hosts.masks import seen_tokens
 from avq_diffusers.hosts.per_thread import PerThread
-from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
+from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_attended
 
 # Names of a block's self-attention and joint attention; cross-attention has others.
-SELF_ATTENTION = ("attn", "attn1", "attention")
+SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")
 OTHER_KEYS = "other keys than queries"
 
 # Not a member of the Enum, which lists what users may name.
-AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq")
-AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ", "avq"
+AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq_layer")
+AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ_LAYER", "avq_layer"
 
 
 class Previous(NamedTuple):
-    """The processor of a layer before AVQ, which stays, and the backend it carried, if any."""
+    """The processor of a layer before AVQ, which stays.
+
+    Attributes:
+        processor: what the layer calls.
+        is_dispatched: whether it calls the attention dispatch, with a backend that it carries.
+        backend: that it carried.
+        is_own: whether the processor itself had that, and not its class.
+    """
 
     processor: Any
+    is_dispatched: bool
     backend: AttentionBackendName | None
+    is_own: bool
 
 
 # The layer that runs.
@@ -47,7 +59,17 @@ _present: PerThread[LayerState | None] = PerThread(None, shared=False)
 
 def _begin(attn: Any, args: Any) -> None:
     """The hook before a layer, which makes its call known."""
-    _present.set(getattr(attn, ATTRIBUTE, None))
+    state = getattr(attn, ATTRIBUTE, None)
+    _present.set(state)
+    if state is not None and not state.previous.is_dispatched:
+        _IN_PLACE_OF_TORCH.__enter__()
+
+
+def _end(attn: Any, args: Any, output: Any) -> None:
+    """The hook after a layer that is not on the dispatch, whether it failed or not."""
+    if _present.get() is not None:  # else a hook before `_begin` has failed
+        _IN_PLACE_OF_TORCH.__exit__(None, None, None)
+    _present.set(None)
 
 
 def _avq_attention(
@@ -62,18 +84,11 @@ def _avq_attention(
     _parallel_config: Any = None,
 ) -> Tensor:
     """What the dispatch calls, with tensors (B, N, H, D)."""
+    is_plain = not (dropout_p or is_causal or enable_gqa)
+    output = _attend(query, key, value, attn_mask, scale, is_plain, _parallel_config)
+    if output is not None:
+        return output
     state = _present.get()
-    backend = None
-    if state is not None:
-        backend = state.previous.backend
-        is_plain = not (dropout_p or is_causal or enable_gqa)
-        reason = _exact_because(state, query, key, attn_mask, is_plain, _parallel_config)
-        last = state.last_call
-        state.count(reason or AVQ_CALL)
-        if reason == OTHER_KEYS and last == AVQ_CALL and not torch.compiler.is_compiling():
-            state.last_call = last  # the keys of an IP-Adapter, beside the layer's own
-        if reason is None:
-            return _joint_attention(state, query, key, value, scale)
     return dispatch_attention_fn(
         query,
         key,
@@ -83,58 +98,172 @@ def _avq_attention(
         is_causal,
         scale,
         enable_gqa,
-        backend=backend,
+        backend=None if state is None else state.previous.backend,
         parallel_config=_parallel_config,
     )
+
+
+class _InPlaceOfTorch(TorchFunctionMode):
+    """Runs AVQ in layers that call PyTorch's attention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, output = kwargs or {}, None
+        if func is F.scaled_dot_product_attention:
+            output = _avq_in_place_of_torch(*args, **kwargs)
+        return func(*args, **kwargs) if output is None else output
+
+
+_IN_PLACE_OF_TORCH = _InPlaceOfTorch()
+
+
+def _avq_in_place_of_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """AVQ of tensors (B, H, N, D); None if the call runs exact attention."""
+    is_plain = not (dropout_p or is_causal or enable_gqa)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    output = _attend(query, key, value, attn_mask, scale, is_plain, None)
+    return None if output is None else output.transpose(1, 2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scale: float | None,
+    is_plain: bool,
+    parallel_config: Any,
+) -> Tensor | None:
+    """AVQ of the present layer's call, (B, N, H, D); None if it runs exact attention."""
+    state = _present.get()
+    if state is None:
+        return None
+    grid, seen = _grid(state, key), None
+    reason = _exact_because(state, query, key, grid, is_plain, parallel_config)
+    if reason is None and mask is not None:
+        seen = seen_tokens(mask, query, key, grid)
+        reason = "attention mask" if seen is None else None
+    last = state.last_call
+    state.count(reason or AVQ_CALL)
+    if reason == OTHER_KEYS and last == AVQ_CALL and not torch.compiler.is_compiling():
+        state.last_call = last  # the keys of an IP-Adapter, beside the layer's own
+    if reason is not None:
+        return None
+    if seen is None or seen.all():
+        return _joint_attention(state, query, key, value, grid, scale)
+    return _masked_attention(state, query, key, value, grid, scale, seen)
 
 
 def _exact_because(
     state: LayerState,
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None,
+    grid: slice,
     is_plain: bool,
     parallel_config: Any,
 ) -> str | None:
-    """Why this call runs exact attention; None if it runs AVQ."""
+    """Why this call runs exact attention, unless its mask is why; None if it runs AVQ."""
+    num_tokens, num_queries = grid.stop - grid.start, query.shape[1]
     return state.exact_because(
-        query.shape[1] - state.num_beside,
+        num_tokens,
         query,
         (
-            (attn_mask is not None, "attention mask"),
             (parallel_config is not None, "context parallel"),
-            (query.shape[1] != key.shape[1], OTHER_KEYS),
+            (num_queries not in (key.shape[1], num_tokens), OTHER_KEYS),
+            (num_tokens > key.shape[1], "tokens are not the grid"),
             (query.shape[2] != key.shape[2] or not is_plain, "causal, grouped or dropped keys"),
         ),
     )
 
 
+def _grid(state: LayerState, key: Tensor) -> slice:
+    """Where the keys (B, N + T, H, D) of the grid are."""
+    call, num_keys = state.call.get(), key.shape[1]
+    if call is None or call.query_order is None:
+        return slice(0, num_keys)
+    num_beside = call.num_beside
+    if num_beside == REST:
+        num_beside = num_keys - call.query_order.shape[0]
+    start = num_beside if call.beside_first else 0
+    return slice(start, start + num_keys - num_beside)
+
+
 def _joint_attention(
-    state: LayerState, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    state: LayerState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grid: slice,
+    scale: float | None,
 ) -> Tensor:
     """AVQ for all queries; keys beside the grid's are sinks. All are (B, N + T, H, D)."""
-    call = state.call.get()
-    assert call is not None
-    num_beside = call.num_beside
-    num_image = query.shape[1] - num_beside
-    image, text = slice(num_image), slice(num_image, None)
-    if call.beside_first:
-        image, text = slice(num_beside, None), slice(num_beside)
+    beside = slice(0, grid.start) if grid.start else slice(grid.stop, key.shape[1])
+    has_sinks = beside.start < beside.stop
     query, key, value = (as_attended(x).transpose(1, 2) for x in (query, key, value))
     return state.attend(
         query,
-        key[:, :, image],
-        value[:, :, image],
-        sink_key=key[:, :, text] if num_beside else None,
-        sink_value=value[:, :, text] if num_beside else None,
+        key[:, :, grid],
+        value[:, :, grid],
+        sink_key=key[:, :, beside] if has_sinks else None,
+        sink_value=value[:, :, beside] if has_sinks else None,
         scale=scale,
     ).transpose(1, 2)
 
 
+def _masked_attention(
+    state: LayerState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grid: slice,
+    scale: float | None,
+    seen: Tensor,
+) -> Tensor:
+    """`_joint_attention` without the tokens that are not `seen` (B or 1, N + T).
+
+    Their outputs are zero. Batch entries with the same tokens run together.
+    """
+    has_all_queries, output = query.shape[1] == key.shape[1], torch.empty_like(query)
+    patterns, pattern_of = seen.unique(dim=0, return_inverse=True)
+    for place, pattern in enumerate(patterns):
+        num_tokens, num_before = int(pattern.sum()), int(pattern[: grid.start].sum())
+        # Slices, which copy nothing, where they will do.
+        entries: Tensor | slice = slice(None)
+        if len(patterns) > 1:
+            entries = (pattern_of == place).nonzero().flatten().to(query.device)
+        tokens: Tensor | slice = slice(num_tokens)
+        if not pattern[:num_tokens].all():
+            tokens = pattern.nonzero().flatten().to(query.device)
+        queries = tokens if has_all_queries else slice(None)
+        output_of_entries = torch.zeros_like(query[entries])
+        output_of_entries[:, queries] = _joint_attention(
+            state,
+            query[entries][:, queries],
+            key[entries][:, tokens],
+            value[entries][:, tokens],
+            slice(num_before, num_before + grid.stop - grid.start),
+            scale,
+        )
+        output[entries] = output_of_entries
+    return output
+
+
 class DispatchHost(Host):
-    """Self-attention and joint attention of image and video transformers."""
+    """Self-attention and joint attention of image and video transformers.
+
+    Layers that are not on the dispatch run AVQ whatever processor calls PyTorch's attention.
+    """
 
     kind = "transformer"
+    usual_sizes = TRANSFORMER_SIZES
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
@@ -145,9 +274,9 @@ class DispatchHost(Host):
         family = _family(model)
         assert family is not None
         return [
-            Layer(own_name(path), 0, x.heads, x.inner_dim // x.heads, x, model, model, model)
+            Layer(own_name(path), 0, *_head_shape(x), x, model, model, model)
             for path, x in model.named_modules()
-            if _is_dispatched(own_name(path), x, family.parts)
+            if _is_self_attention(own_name(path), x, family.parts)
         ]
 
     def refuse(self, model: nn.Module) -> None:
@@ -158,35 +287,40 @@ class DispatchHost(Host):
             )
 
     def attention_of(self, attn: Any) -> Previous:
-        return Previous(attn.processor, _backend_of(attn))
+        processor, name = attn.processor, "_attention_backend"
+        is_own = name in vars(processor)
+        return Previous(processor, hasattr(processor, name), _backend_of(attn), is_own)
 
     def give_avq(self, attn: Any, state: LayerState) -> None:
+        if not state.previous.is_dispatched:
+            return  # its hooks do
         if AVQ_BACKEND not in _AttentionBackendRegistry._backends:
             _AttentionBackendRegistry.register(AVQ_BACKEND)(_avq_attention)
         attn.processor._attention_backend = AVQ_BACKEND
 
     def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
-        processor, backend = own.previous
-        if processor._attention_backend is not AVQ_BACKEND:
+        processor, is_dispatched, backend, is_own = own.previous
+        if not is_dispatched or processor._attention_backend is not AVQ_BACKEND:
             return
-        if backend is None:
-            del processor._attention_backend
-        else:
+        if is_own:
             processor._attention_backend = backend
+        else:
+            del processor._attention_backend
 
     def other_attention(self, layer: Layer) -> Other | None:
-        processor, backend = layer.attn.processor, _backend_of(layer.attn)
-        if backend is AVQ_BACKEND:
+        processor, backend, state = layer.attn.processor, _backend_of(layer.attn), layer.avq_state
+        is_dispatched = state is None or state.previous.is_dispatched
+        if backend is AVQ_BACKEND or not is_dispatched:
             return None
         if backend is None:
             return Other(type(processor).__name__, False)
         return Other(f"attention backend {backend.value}", True)
 
     def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return _TransformerWatch(self, layers, others)
+        return TransformerWatch(self, layers, others)
 
 
-class _TransformerWatch(Watch):
+class TransformerWatch(Watch):
     """The hooks of a transformer, and of each of its layers.
 
     They stay out of compiled code, which cannot read positions from the device.
@@ -195,11 +329,12 @@ class _TransformerWatch(Watch):
     def attach(self, caller: Any) -> list[Any]:
         # Other layers, too, whose processor is that of a layer with AVQ. No hook after a layer:
         # compiled code would have a graph for each.
-        of_layers = [
-            attn.register_forward_pre_hook(_begin)
-            for attn in caller.modules()
-            if _backend_of(attn) is AVQ_BACKEND
-        ]
+        of_layers, chosen = [], {layer.attn for layer in self.layers}
+        for attn in caller.modules():
+            if _backend_of(attn) is AVQ_BACKEND or attn in chosen:
+                of_layers.append(attn.register_forward_pre_hook(_begin))
+            if attn in chosen and not getattr(attn, ATTRIBUTE).previous.is_dispatched:
+                of_layers.append(attn.register_forward_hook(_end, always_call=True))
         return [*super().attach(caller), *of_layers]
 
     @torch.compiler.disable(reason=READS_THE_GRID)
@@ -226,15 +361,19 @@ def _backend_of(attn: Any) -> AttentionBackendName | None:
 
 
 def _family(model: nn.Module) -> Family | None:
-    return family_of(parameters_of(type(model).forward))
+    return family_of(type(model))
 
 
-def _is_dispatched(name: str, attn: nn.Module, parts: tuple[str, ...]) -> bool:
-    processor = getattr(attn, "processor", None)
+def _is_self_attention(name: str, attn: nn.Module, parts: tuple[str, ...]) -> bool:
     return (
         name.rpartition(".")[2] in SELF_ATTENTION
-        and hasattr(processor, "_attention_backend")
-        and hasattr(attn, "heads")
-        and hasattr(attn, "inner_dim")
-        and (not parts or any(is_within(name, part) for part in parts))
+        and hasattr(attn, "processor")
+        and (not parts or any(f".{part}." in f".{name}" for part in parts))
     )
+
+
+def _head_shape(attn: Any) -> tuple[int, int]:
+    """Heads and head dim."""
+    heads = getattr(attn, "heads", None) or attn.num_heads
+    projection = next(x for x in attn.children() if hasattr(x, "out_features"))
+    return heads, getattr(attn, "inner_dim", projection.out_features) // heads

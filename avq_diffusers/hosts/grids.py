@@ -3,41 +3,43 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.hosts.state import Grid
+from avq_diffusers.hosts.state import REST, Grid
 
 SEVERAL, NO_GRID = "several images", "no grid"
 READS_THE_GRID = "AVQ reads a transformer's grid outside compiled code; export it with strict=False"
 Z_IMAGE_MULTIPLE = 32  # to which Z-Image pads image and text with learned tokens
+OUTPUT_IMAGE = 2  # Ideogram's mark of the tokens of the image
 
 Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Transformers whose `forward` tells the grid in the same way.
+    """Transformers of diffusers that tell the grid in the same way.
 
     Attributes:
-        arguments: of `forward`, by which the family is known.
-        read: the grid, of the model's config and these arguments.
-        hidden_states: a tensor of the batch, of the same arguments.
-        num_beside: by modules of the model, how many tokens attend beside the grid's `N`.
+        models: names of their classes.
+        read: the grid, of the model's config and the arguments of its `forward`.
+        num_beside: by modules of the model, how many tokens attend beside the grid's `N`, of the
+            same arguments; `REST` where they do not tell.
         beside_first: whether these come before the grid's.
-        parts: modules of the model whose attention sees the grid; empty for all.
+        parts: paths of modules, or parts of them, whose attention sees the grid; empty for all.
+        hidden_states: a tensor of the batch, of the same arguments.
     """
 
-    arguments: frozenset[str]
+    models: tuple[str, ...]
     read: Callable[[Arguments, Arguments], Grid]
-    hidden_states: Callable[[Arguments], Tensor]
     num_beside: Callable[[Arguments, int], dict[str, int]]
     beside_first: bool = False
     parts: tuple[str, ...] = ()
+    hidden_states: Callable[[Arguments], Tensor] = lambda arguments: arguments["hidden_states"]
 
 
 @cache
@@ -46,23 +48,23 @@ def parameters_of(forward: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def family_of(parameters: tuple[str, ...]) -> Family | None:
-    """The family of a transformer whose `forward` has these parameters; None if it is unknown."""
-    return next((family for family in FAMILIES if family.arguments <= {*parameters}), None)
+def family_of(model: type) -> Family | None:
+    """The family of a class of transformers, or of one that it derives from; None if unknown."""
+    names = [base.__name__ for base in model.__mro__]
+    return next((_FAMILY_OF[name] for name in names if name in _FAMILY_OF), None)
 
 
-def hidden_states(arguments: Arguments) -> Tensor:
-    return arguments["hidden_states"]
-
-
-def latent_grid(config: Arguments, arguments: Arguments) -> Grid:
-    """SD3 and Wan: latents (B, C, h, w) or (B, C, t, h, w), cut into patches."""
-    sizes = arguments["hidden_states"].shape[2:]
+def latent_grid(config: Arguments, arguments: Arguments, axes: tuple[int, ...] = ()) -> Grid:
+    """Latents (B, C, h, w) or (B, C, t, h, w), or with the grid in other axes, cut into patches."""
+    shape = arguments["hidden_states"].shape
+    sizes = [shape[axis] for axis in axes or range(2, len(shape))]
     patch = config.get("patch_size", ())
-    patches = (patch, patch) if isinstance(patch, int) else patch
-    if len(sizes) < 2 or len(patches) != len(sizes):
+    if isinstance(patch, int):
+        frames = () if len(sizes) == 2 else (config.get("patch_size_t") or 1,)
+        patch = (*frames, patch, patch)
+    if len(sizes) < 2 or len(patch) != len(sizes):
         return NO_GRID
-    return tuple(size // patch for size, patch in zip(sizes, patches, strict=True))
+    return tuple(size // patch for size, patch in zip(sizes, patch, strict=True))
 
 
 def _numbers(config: Arguments, arguments: Arguments) -> Grid:
@@ -100,21 +102,50 @@ def _list_of_latents(config: Arguments, arguments: Arguments) -> Grid:
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _position_ids(config: Arguments, arguments: Arguments) -> Grid:
-    """Flux: positions (N, 3 or 4) of tokens in frame, height and width."""
+def _read_once(ids: Tensor, read: Callable[[], Grid]) -> Grid:
+    """What `read` makes of these position ids, until they change."""
     if torch.compiler.is_exporting():
         raise NotImplementedError(
             "torch.export cannot read the positions that tell AVQ the grid of the image; call "
             "remove_avq(pipe) to export exact attention."
         )
-    ids = arguments["img_ids"]
     if ids.is_inference():  # has no version
-        return _grid_of_ids(ids)
+        return read()
     version, grid = _read.get(ids, (None, NO_GRID))
     if version != ids._version:
-        grid = _grid_of_ids(ids)
+        grid = read()
         _read[ids] = ids._version, grid
     return grid
+
+
+def _position_ids(config: Arguments, arguments: Arguments, name: str = "img_ids") -> Grid:
+    """Flux: positions (N, 3 or 4) of tokens in frame, height and width; others may be before."""
+    ids, num_tokens = arguments[name], arguments["hidden_states"].shape[1]
+    return _read_once(ids, lambda: _grid_of_ids(ids, num_tokens))
+
+
+def _marked_position_ids(config: Arguments, arguments: Arguments) -> Grid:
+    """Ideogram: those of a whole sequence, with a mark of what each token is."""
+    ids, marks = arguments["position_ids"], arguments["indicator"]
+    return _read_once(ids, lambda: _grid_of_ids(ids, int((marks[0] == OUTPUT_IMAGE).sum())))
+
+
+def _packed_video(config: Arguments, arguments: Arguments) -> Grid:
+    """MiniMax-H3: positions (N, 3) of a whole sequence; the rows of the video are its last."""
+    ids, rows = arguments["position_ids"], arguments["video_indices"]
+    return _read_once(ids, lambda: _grid_of_last(ids, rows))
+
+
+def _grid_of_last(ids: Tensor, rows: Tensor) -> Grid:
+    """The grid of the last of these rows that follow each other; references stand before them."""
+    ends = (rows.diff() > 1).nonzero()
+    first = int(rows[ends[-1] + 1]) if len(ends) else int(rows[0])
+    axes = [axis.unique(return_inverse=True) for axis in ids[first:].unbind(-1)]
+    frames, height, width = (len(values) for values, _ in axes)
+    places = torch.stack([place for _, place in axes])
+    indices = (places[0] * height + places[1]) * width + places[2]
+    count = torch.arange(frames * height * width, device=ids.device)
+    return (frames, height, width) if torch.equal(indices, count) else NO_GRID
 
 
 def _position_ids_without_references(config: Arguments, arguments: Arguments) -> Grid:
@@ -124,11 +155,12 @@ def _position_ids_without_references(config: Arguments, arguments: Arguments) ->
     return _position_ids(config, arguments)
 
 
-def _grid_of_ids(ids: Tensor) -> Grid:
-    """The grid if the tokens are its rows one after another; references stand elsewhere."""
+def _grid_of_ids(ids: Tensor, num_tokens: int) -> Grid:
+    """The grid if the last tokens are its rows one after another; references stand elsewhere."""
+    ids = ids[..., -num_tokens:, :3]
     if ids.ndim == 3 and not ids.eq(ids[:1]).all():
         return NO_GRID
-    positions = ids.flatten(0, -2)[-ids.shape[-2] :, :3].long().cpu()
+    positions = ids.flatten(0, -2)[-num_tokens:].long().cpu()
     frames, rows, columns = (positions - positions[0]).unbind(-1)
     if frames.any():
         return SEVERAL
@@ -137,21 +169,32 @@ def _grid_of_ids(ids: Tensor) -> Grid:
     return (height, width) if indices == list(range(height * width)) else NO_GRID
 
 
-def _text_tokens(arguments: Arguments, num_tokens: int) -> dict[str, int]:
-    return {"": _num_text(arguments)}
+def _beside(*names: str, more: int = 0) -> Callable[[Arguments, int], dict[str, int]]:
+    """The tokens (B, T, channels) of these arguments, and some of the model's own."""
+
+    def count(arguments: Arguments, num_tokens: int) -> dict[str, int]:
+        given = [x for name in names if (x := arguments.get(name)) is not None]
+        return {"": more + sum(int(tokens.shape[1]) for tokens in given)}
+
+    return count
 
 
-def _num_text(arguments: Arguments) -> int:
-    return int(arguments["encoder_hidden_states"].shape[1])
+TEXT = _beside("encoder_hidden_states")
+NONE = _beside()
+
+
+def _rest(arguments: Arguments, num_tokens: int) -> dict[str, int]:
+    return {"": REST}
+
+
+def _target_image(config: Arguments, arguments: Arguments) -> Grid:
+    """Qwen-Image 2.1: the last image; what conditions it is before."""
+    return tuple(arguments["img_shapes"][0][-1])
 
 
 def _text_in_joint_layers(arguments: Arguments, num_tokens: int) -> dict[str, int]:
     """Flux3: image and text attend to themselves first."""
-    return {"mode_blocks.image": 0, "single_transformer_blocks": _num_text(arguments)}
-
-
-def _no_tokens(arguments: Arguments, num_tokens: int) -> dict[str, int]:
-    return {"": 0}
+    return {"mode_blocks.image": 0, "single_transformer_blocks": TEXT(arguments, num_tokens)[""]}
 
 
 def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
@@ -163,34 +206,134 @@ def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
 
 FAMILIES = (
     Family(
-        frozenset({"img_ids", "txt_ids", "image_cond_ids"}),
+        (
+            *("FluxTransformer2DModel", "FluxControlNetModel", "Flux2Transformer2DModel"),
+            *("ChromaTransformer2DModel", "BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
+            *("LongCatImageTransformer2DModel", "OvisImageTransformer2DModel"),
+        ),
+        _position_ids,
+        TEXT,
+        beside_first=True,
+    ),
+    Family(
+        ("Flux3Transformer2DModel",),
         _position_ids_without_references,
-        hidden_states,
         _text_in_joint_layers,
         beside_first=True,
         parts=("mode_blocks.image", "single_transformer_blocks"),
     ),
     Family(
-        frozenset({"img_ids", "txt_ids"}),
-        _position_ids,
-        hidden_states,
-        _text_tokens,
+        ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
+        _shapes,
+        TEXT,
         beside_first=True,
     ),
-    Family(frozenset({"img_shapes"}), _shapes, hidden_states, _text_tokens, beside_first=True),
+    Family(("NucleusMoEImageTransformer2DModel",), _shapes, TEXT),
     Family(
-        frozenset({"x", "cap_feats"}),
+        ("ZImageTransformer2DModel",),
         _list_of_latents,
-        _first_latents,
         _padding_and_text,
         parts=("noise_refiner", "layers"),
+        hidden_states=_first_latents,
     ),
-    Family(frozenset({"num_frames", "height", "width"}), _numbers, hidden_states, _no_tokens),
+    Family(("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel"), _numbers, NONE),
+    # Latents, and a text in cross-attention
     Family(
-        frozenset({"hidden_states", "encoder_hidden_states"}),
+        (
+            *("WanTransformer3DModel", "WanVACETransformer3DModel", "ChronoEditTransformer3DModel"),
+            *("SkyReelsV2Transformer3DModel", "CosmosTransformer3DModel"),
+            *("AllegroTransformer3DModel", "PixArtTransformer2DModel", "HunyuanDiT2DModel"),
+            "LuminaNextDiT2DModel",
+        ),
         latent_grid,
-        hidden_states,
-        _no_tokens,
-        parts=("blocks", "transformer_blocks"),  # others refine a text
+        NONE,
     ),
+    Family(
+        ("LatteTransformer3DModel",),
+        partial(latent_grid, axes=(3, 4)),  # frames are entries of its batch
+        NONE,
+        parts=("transformer_blocks",),  # others attend in time
+    ),
+    Family(("AnyFlowTransformer3DModel",), partial(latent_grid, axes=(1, 3, 4)), NONE),
+    Family(
+        ("Kandinsky5Transformer3DModel",),
+        partial(latent_grid, axes=(1, 2, 3)),
+        NONE,
+        parts=("visual_transformer_blocks",),  # others refine a text
+    ),
+    Family(
+        ("Kandinsky6Transformer3DModel",),
+        partial(latent_grid, axes=(1, 2, 3)),
+        NONE,
+        parts=("video_dec_block",),  # others are of a sound
+    ),
+    # Latents, and a text before them
+    Family(
+        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+        partial(latent_grid, axes=(1, 3, 4)),
+        TEXT,
+        beside_first=True,
+    ),
+    Family(
+        (
+            *("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"),
+            *("GlmImageTransformer2DModel", "PRXTransformer2DModel"),
+        ),
+        latent_grid,
+        TEXT,
+        beside_first=True,
+    ),
+    Family(
+        ("AuraFlowTransformer2DModel",),
+        latent_grid,
+        _beside("encoder_hidden_states", more=8),  # register tokens
+        beside_first=True,
+    ),
+    Family(
+        ("EasyAnimateTransformer3DModel",),
+        latent_grid,
+        _beside("encoder_hidden_states", "encoder_hidden_states_t5"),
+        beside_first=True,
+    ),
+    Family(
+        ("Krea2Transformer2DModel",),
+        partial(_position_ids, name="position_ids"),
+        TEXT,
+        beside_first=True,
+        parts=("transformer_blocks",),
+    ),
+    Family(
+        ("Ideogram4Transformer2DModel",),
+        _marked_position_ids,
+        _rest,
+        beside_first=True,
+    ),
+    Family(
+        ("MiniMaxH3Transformer3DModel",),
+        _packed_video,
+        _rest,
+        beside_first=True,
+        parts=("transformer_blocks",),
+    ),
+    Family(("QwenImage21Transformer2DModel",), _target_image, _rest, beside_first=True),
+    Family(
+        ("Lumina2Transformer2DModel", "HeliosTransformer3DModel"),
+        latent_grid,
+        _rest,
+        beside_first=True,
+        parts=("noise_refiner", "layers", "blocks"),
+    ),
+    # Latents, and a text after them
+    Family(
+        (
+            *("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"),
+            *("HunyuanImageTransformer2DModel", "MotifVideoTransformer3DModel"),
+        ),
+        latent_grid,
+        _beside("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds"),
+        parts=("transformer_blocks", "single_transformer_blocks"),  # others refine a text
+    ),
+    Family(("ErnieImageTransformer2DModel",), latent_grid, _beside("text_bth")),
+    Family(("HiDreamImageTransformer2DModel", "MochiTransformer3DModel"), latent_grid, _rest),
 )
+_FAMILY_OF = {name: family for family in FAMILIES for name in family.models}

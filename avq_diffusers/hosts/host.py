@@ -1,8 +1,8 @@
 """How a kind of model runs AVQ: the contract of its adapter, and what all kinds do alike.
 
-An adapter (`unet`, `joint`, `dispatch`, `vision`) says which layers a model has, where the grid of
-a call is told, and how a layer's attention is exchanged. Install and undo, the begin and end of
-calls, and what keeps a layer from AVQ are written here once.
+An adapter (`unet`, `added`, `joint`, `dispatch`, `vision`) says which layers a model has, where the
+grid of a call is told, and how a layer's attention is exchanged. Install and undo, the begin and
+end of calls, and what keeps a layer from AVQ are written here once.
 """
 
 import threading
@@ -18,11 +18,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.attention import self_check
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.checkpointing import forget_calls, keep_calls
 from avq_diffusers.hosts.interception import active_backend
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
 from avq_diffusers.hosts.state import LayerState, Tokens
 
+# Of transformers of diffusers. With 4096 tokens, images of mini-sd3 are at 31 dB to exact
+# attention's, with M64P16C8 at 20 (`eval/results/tolerance.md`).
+TRANSFORMER_SIZES = "M128P32C8E1024"
 # One thread at a time puts AVQ on, takes it off, or sets sizes.
 CHANGES = threading.RLock()
 
@@ -45,6 +49,7 @@ class Host(ABC):
     Attributes:
         kind: of models, in words.
         usual_batch: images in a call if nothing is known yet.
+        usual_sizes: of AVQ, unless others are asked for.
         has_timesteps: whether calls name a training timestep, so that sizes may follow it.
         takes_codebooks: whether layers may have stored codewords and changed projections.
         is_of_diffusers: whether diffusers' attention backends reach its models.
@@ -53,6 +58,7 @@ class Host(ABC):
 
     kind: str
     usual_batch = 2  # one image with guidance
+    usual_sizes = "M64P16C8"
     has_timesteps = False
     takes_codebooks = False
     is_of_diffusers = True
@@ -70,6 +76,11 @@ class Host(ABC):
     @abstractmethod
     def layers(self, model: nn.Module) -> list[Layer]:
         """The layers of a model in which AVQ may run, in module order."""
+
+    def default_config(self, model: nn.Module) -> AVQConfig:
+        """The usual sizes at the finest level of a model that has self-attention."""
+        levels = [layer.level for layer in self.layers(model)]
+        return AVQConfig.parse(self.usual_sizes, levels=(min(levels, default=0),))
 
     def refuse(self, model: nn.Module) -> None:  # noqa: B027 (most kinds refuse nothing)
         """Refuse a model in a condition in which AVQ cannot run.

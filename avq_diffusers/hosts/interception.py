@@ -2,9 +2,12 @@
 
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch.overrides import _get_current_function_mode_stack
 
 _SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
+AVQ_NAME = "avq"  # of the backend of `register_backend`
+DEFAULT_BACKEND = AttentionBackendName(DIFFUSERS_ATTN_BACKEND)
 
 
 def score_interception() -> str | None:
@@ -19,8 +22,9 @@ def score_interception() -> str | None:
 
 
 def active_backend() -> AttentionBackendName:
-    """The attention backend of diffusers that layers without their own run at this moment."""
-    return _AttentionBackendRegistry._active_backend
+    """The exact backend of diffusers that layers without their own run at this moment."""
+    backend = _AttentionBackendRegistry._active_backend
+    return DEFAULT_BACKEND if backend == AVQ_NAME else backend
 
 
 def backend_interception(usual: AttentionBackendName | None) -> str | None:
@@ -29,7 +33,7 @@ def backend_interception(usual: AttentionBackendName | None) -> str | None:
     Args:
         usual: what was active before; None for models outside diffusers.
     """
-    backend = _AttentionBackendRegistry._active_backend
+    backend = active_backend()
     if usual is None or backend in (usual, AttentionBackendName.NATIVE):
         return None
     return f"attention backend {backend.value}"

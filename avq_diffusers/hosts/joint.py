@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from torch import Tensor, nn
 
 from avq_diffusers.hosts.grids import READS_THE_GRID, latent_grid
-from avq_diffusers.hosts.host import Host, Other, Others, Watch
+from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
 
@@ -99,6 +99,7 @@ class JointHost(Host):
     """The joint and the image's own attention of SD3's blocks."""
 
     kind = "transformer"
+    usual_sizes = TRANSFORMER_SIZES
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)

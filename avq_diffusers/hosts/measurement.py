@@ -24,7 +24,7 @@ from avq_diffusers.hosts.host import Host, Hosted, installed
 from avq_diffusers.hosts.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.models import models_of
 from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, Choice, ErrorProfile, Point
-from avq_diffusers.hosts.sources import default_config, states_of_config
+from avq_diffusers.hosts.sources import states_of_config
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep, sampling_weights
 
 # Calls of the model that are repeated with one layer in AVQ, in all layers together. A minute of
@@ -86,8 +86,8 @@ class Measurement:
             raise ValueError(
                 f"a {self.host.kind} has no schedules, so parts must be 1, but got {self.parts}."
             )
-        layers = self.host.layers(self.models[0].model)
-        self.config = default_config(layers) if config is None else config
+        model = self.models[0].model
+        self.config = self.host.default_config(model) if config is None else config
         _check_measured(self.config)
 
     def follow(

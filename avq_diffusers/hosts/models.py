@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from avq_diffusers.hosts.added import ADDED
 from avq_diffusers.hosts.dispatch import DISPATCH
 from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.joint import JOINT
@@ -14,11 +15,14 @@ from avq_diffusers.hosts.unet import FOR_UNETS, UNET, AVQProcessor
 from avq_diffusers.hosts.vision import VISION
 
 # Every kind of model. The first that finds a model of its kind has it.
-HOSTS = (UNET, JOINT, DISPATCH, VISION)
+HOSTS = (ADDED, UNET, JOINT, DISPATCH, VISION)
 # Functions that return the pipeline or model that they are given.
 AnyModel = TypeVar("AnyModel", bound=DiffusionPipeline | nn.Module)
 # Parts of a pipeline that AVQ is applied to, and by which prefix their layers are called.
-DENOISERS = {"unet": "", "transformer": "", "transformer_2": "transformer_2."}
+DENOISERS = {
+    **{"unet": "", "transformer": "", "transformer_2": "transformer_2."},
+    "unconditional_transformer": "unconditional_transformer.",
+}
 
 
 def find_model(module: nn.Module) -> Hosted | None:
@@ -54,10 +58,10 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
             raise TypeError(FOR_UNETS)
         if hosted is None:
             raise TypeError(
-                f"AVQ does not know the attention of {type(module).__name__}; it knows UNets, "
-                f"SD3's joint attention, image and video transformers on the attention dispatch of "
-                f"diffusers, and vision models on the AttentionInterface of transformers that "
-                f"attend to all patches of an image, without windows and biases of positions."
+                f"AVQ does not know the attention of {type(module).__name__}; it knows UNets and "
+                f"image and video transformers of diffusers, and vision models on the "
+                f"AttentionInterface of transformers that attend to all patches of an image, "
+                f"without windows and biases of positions."
             )
         models.append(hosted._replace(prefix=prefix))
     if not models:

@@ -148,7 +148,7 @@ class Allocation:
     def __str__(self) -> str:
         asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"
         return (
-            f"output within {100 * self.error:.2g} % of exact{asked}, "
+            f"model's output within {100 * self.error:.2g} % of exact attention's{asked}, "
             f"attention {self.speedup:.2g} {GAINS[self.unit]}"
         )
 

@@ -28,22 +28,15 @@ def check_source(source: Any) -> None:
         )
 
 
-def default_config(layers: Sequence[Layer]) -> AVQConfig:
-    """The default sizes at the finest level of a model that has self-attention."""
-    return AVQConfig(levels=(min((layer.level for layer in layers), default=0),))
-
-
 def make_states(
-    layers: Sequence[Layer], source: AVQSource | None, backend: str, route: str | int
+    layers: Sequence[Layer], source: AVQSource, backend: str, route: str | int
 ) -> dict[Layer, LayerState]:
-    """New states for the layers of a model that `source` chooses; None is `default_config`.
+    """New states for the layers of a model that `source` chooses.
 
     Raises:
         ValueError: codebooks belong to another model, or a configuration needs codebooks, or does
             not fit the layers.
     """
-    if source is None:
-        source = default_config(layers)
     if isinstance(source, AVQCodebooks):
         config = source.avq_config
         chosen = chosen_layers(layers, config.levels, config.exact, ())

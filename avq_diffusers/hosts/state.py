@@ -26,6 +26,7 @@ AVQ_CALL = "AVQ"
 OUTSIDE = "outside a call of the model"
 DISABLED, SCHEDULED = "disabled", "scheduled"
 NO_BACKWARD = -1
+REST = -1  # of a layer's sequence is beside the grid
 _DISABLING = threading.Lock()
 
 # Height and width, after the frames of a video; or why there is no single grid.
@@ -41,7 +42,7 @@ class Tokens(NamedTuple):
         hidden_states: batch first, on the device of the call.
         dtype: the model's own; autocast does not change it.
         grid: of the image or video.
-        beside: by modules of the model, how many tokens attend beside the grid's.
+        beside: by modules of the model, how many tokens attend beside the grid's, or `REST`.
         beside_first: whether these come before the grid's.
     """
 
@@ -61,7 +62,7 @@ class Call(NamedTuple):
         exact_because: why the layer runs exact attention whatever its tokens, None if nothing was
             switched.
         backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
-        num_beside: how many other tokens, such as text, attend with those of the grid.
+        num_beside: how many other tokens, such as text, attend with those of the grid, or `REST`.
         beside_first: whether these come before the grid's.
     """
 

@@ -28,6 +28,7 @@ from diffusers.models.attention_processor import (
     XFormersAttnProcessor,
     XLAFlashAttnProcessor2_0,
 )
+from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import check_backend
@@ -50,6 +51,7 @@ CUSTOM_DIFFUSION = (
     CustomDiffusionAttnProcessor2_0,
     CustomDiffusionXFormersAttnProcessor,
 )
+SPATIAL_TRANSFORMERS = (Transformer2DModel, TransformerSpatioTemporalModel)
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # What other tools replace to act on the attention of every layer.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
@@ -127,7 +129,9 @@ class AVQProcessor(AttnProcessor2_0):
             if model is None:
                 raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
             UNET.refuse(model)
-            states = make_states(UNET.layers(model), source, backend, route)
+            states = make_states(
+                UNET.layers(model), source or UNET.default_config(model), backend, route
+            )
             hosted = Hosted(UNET, model, model, "")
             with all_or_nothing([hosted]):
                 install({hosted: states})
@@ -266,18 +270,20 @@ class UNetHost(Host):
         """Temporal layers (motion modules) are none of them."""
         layers = []
         for path, transformer in model.named_modules():
-            if not isinstance(transformer, Transformer2DModel):
+            if not isinstance(transformer, SPATIAL_TRANSFORMERS):
                 continue
             for wrapped_name, attn in transformer.named_modules(prefix=path):
                 name = own_name(wrapped_name)
                 if not isinstance(attn, Attention) or not name.endswith(".attn1"):
+                    continue
+                if ".temporal_transformer_blocks." in name:
                     continue
                 if attn.is_cross_attention:
                     continue
                 layers.append(
                     Layer(
                         name=name,
-                        level=_level(model, name),
+                        level=level_of(model, name),
                         num_heads=attn.heads,
                         head_dim=attn.inner_dim // attn.heads,
                         attn=attn,
@@ -357,7 +363,12 @@ def _is_plain(processor: AttentionProcessor) -> bool:
     return type(processor) in PLAIN_PROCESSORS
 
 
-def _level(unet: Any, name: str) -> int:
+def level_of(unet: Any, name: str) -> int:
+    """The level of a layer of this path, 0 being the highest resolution.
+
+    Raises:
+        TypeError: the layer is in none of the blocks that have levels.
+    """
     part, index = name.split(".")[:2]
     if part == "down_blocks":
         return int(index)

@@ -102,7 +102,8 @@ def apply_avq(
             with any head).
         source: an `AVQConfig` of sizes and levels, `AVQCodebooks` of this model (UNets and vision
             models), or the `ErrorProfile` of an earlier measurement, which needs a tolerance. None
-            is M64P16C8 at the finest level with self-attention.
+            is M64P16C8 at the finest level with self-attention, M128P32C8E1024 in transformers of
+            diffusers.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
             that of exact attention, such as 0.02.
         prompt: one or several prompts to measure on; needs a pipeline. Four or more make the
@@ -140,10 +141,11 @@ def apply_avq(
                 f"AVQConfig or nothing, but got AVQCodebooks."
             )
         _warn_of_another_model(pipe, source)
+    chosen = source.config if isinstance(source, ErrorProfile) else source
     of_models = {
         hosted: make_states(
             hosted.host.layers(hosted.model),
-            source.config if isinstance(source, ErrorProfile) else source,
+            chosen or hosted.host.default_config(hosted.model),
             backend,
             route,
         )

@@ -14,6 +14,7 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
+from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
 from distill.checkpointing.folders import replace_folder
@@ -60,6 +61,11 @@ def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
     """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _load_as_float32(folder / "text_encoder")
+    # As in SD1.5's own file: older versions of transformers read no other names.
+    path = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(path).items()
+    named = {f"text_model.{name.removeprefix('text_model.')}": x for name, x in weights}
+    save_file(named, path, metadata={"format": "pt"})
 
 
 def make_sd3_pipeline(

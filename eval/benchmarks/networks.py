@@ -171,7 +171,7 @@ class UNetBench(NetworkBench):
         if method.source == LINFUSION:
             return layers_run_by(self.network, self._linfusion)
         if method.source == TOME:
-            return merged_tokens(self.network, method.levels)
+            return merged_tokens(self.network, method.levels, method.setting)
         return super()._attention(method)
 
     @torch.no_grad()

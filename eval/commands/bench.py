@@ -8,7 +8,7 @@ import typer
 
 from avq_diffusers.options import device_of, numbers_of
 from eval.commands.options import Device, Output, command_line, dtype_name
-from eval.store.report import RESULTS
+from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
 
@@ -103,6 +103,47 @@ def _run_sized(part: str, name: str, device: str, output: Path) -> None:
     run_part(part, bench, FULL if is_cuda else TINY, path, command=command_line())
     if part != "gradients":
         draw(path)
+
+
+@app.command("variants")
+def bench_variants_command(
+    dtype: Annotated[str, typer.Option(callback=dtype_name, help="Of the tokens.")] = "float16",
+    capabilities: Annotated[
+        str, typer.Option(help="Compute capabilities: 80, 86, 89, 90, 100, 120.")
+    ] = "80,86,89,90,100,120",
+    head_dims: Annotated[str, typer.Option(help="Head dims.")] = "40,64,80,128",
+    methods: Annotated[
+        str, typer.Option(help="Configurations, of stored codewords or with /own.")
+    ] = "M64P16C8,M64P16C8/own1,M64P16C8E256/own",
+    sinks: Annotated[str, typer.Option(help="Numbers of sink keys.")] = "0,333",
+    output: Output = RESULTS,
+) -> None:
+    """Compile every kernel for GPUs that are not there: registers, spills and shared memory.
+
+    It also writes variants.md, of the results of all dtypes in the folder. Compiling takes an hour
+    on one core; after a kill, the same command goes on where it was.
+
+    Example: python -m eval bench variants --dtype bfloat16 --capabilities 90 --head-dims 64
+    """
+    import torch
+
+    from eval.benchmarks.variants import MOST_SHARED, Case, variant_rows, variants_page
+    from eval.store.report import save_json
+
+    targets = numbers_of("--capabilities", capabilities)
+    if unknown := [target for target in targets if target not in MOST_SHARED]:
+        raise ValueError(
+            f"--capabilities must be some of {', '.join(map(str, MOST_SHARED))}, but got "
+            f"{unknown[0]}."
+        )
+    dims, numbers = numbers_of("--head-dims", head_dims), numbers_of("--sinks", sinks)
+    cases = product(targets, [getattr(torch, dtype)], dims, methods.split(","), numbers)
+    rows = variant_rows([Case(*case) for case in cases])
+    path = output / f"bench_variants_{dtype}.json"
+    save_json(path, command=command_line(), device="cpu", rows=rows)
+    page = variants_page([read_result(x).document for x in sorted(output.glob("bench_variants_*"))])
+    (output / "variants.md").write_text(page)
+    print(page)
 
 
 def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> None:

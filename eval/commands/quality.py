@@ -12,6 +12,7 @@ from eval.commands.options import (
     AnyModel,
     Compiled,
     Device,
+    Dtype,
     Images,
     Levels,
     Methods,
@@ -94,36 +95,45 @@ def compare_command(
 def tolerance_command(
     tolerances: Annotated[
         str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
-    ] = "0.01,0.02,0.05",
+    ] = "0.003,0.005,0.01,0.02,0.05,0.1",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated methods beside them, such as M192/own,tome@.5.")
+    ] = "M192/own,M384/own",
     model: Model = "mini-sd",
     probed: Annotated[int, typer.Option(min=1, help="Prompts that are probed.")] = 4,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts that are not.")] = 24,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of the images.")] = 25,
+    steps: Annotated[
+        str, typer.Option(help="Denoising steps of the images, comma-separated.")
+    ] = "4,8,25",
     levels: Levels = "0,1",
     size: Size = None,
+    dtype: Dtype = None,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
     """Sizes by their effect on the output, beside equal sizes, on prompts that were not probed.
 
-    Example: python -m eval tolerance --device cuda
+    Example: python -m eval tolerance --methods M192/own,M384/own,tome@.25,tome@.5 --device cuda
     """
     from avq_diffusers import AVQConfig
     from avq_diffusers.mini.loading import usual_guidance
     from eval.quality.generation import Sampling
-    from eval.quality.tolerance import measure_tolerances, tolerance_table
+    from eval.quality.tolerance import measure_tolerances, tolerance_panels, tolerance_table
+    from eval.store.plots import panel_plot
 
     numbers = numbers_of("--levels", levels)
     limits = tolerances_of("--tolerances", tolerances)
-    pipe = load_pipeline(model, device)
+    pipe = load_pipeline(model, device, dtype or ("float16" if "cuda" in device else "float32"))
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     profile, rows = measure_tolerances(
         pipe,
         limits,
+        methods.split(","),
         AVQConfig(levels=numbers),
         calibration_prompts()[:probed],
         chosen,
-        Sampling(num_inference_steps=steps, size=size, guidance_scale=usual_guidance(pipe)),
+        Sampling(size=size, guidance_scale=usual_guidance(pipe)),
+        numbers_of("--steps", steps),
     )
     print(tolerance_table(rows))
     path = output / f"{result_name('tolerance', model, numbers, size)}.json"
@@ -131,14 +141,14 @@ def tolerance_command(
         path,
         command=command_line(),
         device=device,
+        dtype=str(pipe.dtype).removeprefix("torch."),
         num_probed=probed,
         num_prompts=prompts,
-        num_inference_steps=steps,
         size=size,
         profile=profile.document,
         rows=rows,
     )
-    profile.plot(path.with_suffix(".png"))
+    panel_plot(path.with_suffix(".png"), tolerance_panels(rows, model))
 
 
 @app.command("scenes")
@@ -154,13 +164,19 @@ def scenes_command(
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    batch: Annotated[int, typer.Option(min=1, help="Images made at once.")] = 64,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images made at once; by default 64 on a GPU, else 4."),
+    ] = None,
     levels: Levels = "0",
     size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = IMAGE_SIZE,
     dilated: Dilated = False,
     compiled: Compiled = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the rows of this run's file, if there is one.")
+        bool,
+        typer.Option(
+            "--resume", help="Keep the finished rows of this run, and the images of `exact`."
+        ),
     ] = False,
     device: Device = "cpu",
     output: Output = RESULTS,
@@ -181,7 +197,9 @@ def scenes_command(
     from eval.quality.scene_rows import finished_rows, scenes_table
     from eval.quality.scenes import Trial, score_methods
 
-    dtype = "float16" if device_of(device).type == "cuda" else "float32"
+    is_cuda = device_of(device).type == "cuda"
+    dtype = "float16" if is_cuda else "float32"
+    batch = batch or (64 if is_cuda else 4)
     drawn = [sample_scene(seed) for seed in TEST_SEEDS[: 2 * images]]
     trial = Trial(
         methods=methods.split(","),
@@ -221,9 +239,11 @@ def scenes_command(
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol | environment(device))
     rows = []
-    for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished):
+    exact_images = path.with_suffix(".exact.npy")
+    for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished, exact_images):
         rows.append(row)
-        print(scenes_table([row]).splitlines()[-1], flush=True)
+        table = scenes_table([row])
+        print(table if len(rows) == 1 else table.splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
         save_json(path, command=command_line(), device=device, **protocol, rows=[*rows, *kept])

@@ -13,7 +13,7 @@ from avq_diffusers.attention.limits import VERIFIED
 from eval.names import CUDNN, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
-from eval.quality.tolerance import SLACK, UNIFORM
+from eval.quality.tolerance import DIAL, SLACK, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Line, Panel, bar_plot, panel_plot
 from eval.store.report import complete, read_result
@@ -186,44 +186,46 @@ def quality(folder: Path) -> Figures:
 
 
 def tolerance(folder: Path) -> Figures:
-    """What a tolerance and sizes by effect give, beside equal sizes in all layers."""
+    """What a tolerance and sizes by effect give, beside equal sizes in all layers and peers."""
     rows, sentences, panels = [], [], []
     paths = files_of(folder, "tolerance_*.json")
     for path in paths:
-        file = File(path, ["plan"], "times_as_fast", "errors", "psnr_median")
-        size = file.document.get("size")
+        file = File(path, ["plan"], "scheme", "errors", "psnr")
+        size = file.document["size"]
         model = ("mini-sd3" if "sd3" in path.stem else "mini-sd") + (f", {size}²" if size else "")
-        rows += [row | {"model": model} for row in file.rows.values()]
-        equal = [file.rows[sizes] for sizes in UNIFORM]
-        effect = [file.rows[f"at the time of {sizes}"] for sizes in UNIFORM]
-        within = [row for row in file.rows.values() if row["tolerance"] is not None]
-        ratios = [
-            median(one["errors"]) / median(other["errors"])
-            for one, other in zip(equal, effect, strict=True)
+        found = [
+            row | {"model": model, "error": median(row["errors"])} for row in file.rows.values()
+        ]
+        rows += found
+        panels += tolerance_panels(found, model)[0]
+        plans = [row for row in found if row["scheme"] == DIAL]
+        others = [row for row in found if row["scheme"] not in (DIAL, EXACT)]
+        beaten = [
+            any(plan["ms"] <= row["ms"] and plan["error"] < row["error"] for plan in plans)
+            for row in others
         ]
         held = [
             f"{mean(error <= SLACK * row['tolerance'] for error in row['errors']):.0%} for "
             f"{row['tolerance']:g}"
-            for row in within
+            for row in plans
+            if row["plan"].startswith("tolerance")
         ]
         sentences.append(
-            f"- {model}: in the same time, sizes by effect have an error {min(ratios):.1f} to "
-            f"{max(ratios):.1f} times smaller than equal sizes. Prompts whose error is within "
-            f"{SLACK} times the tolerance: {', '.join(held)}."
+            f"- {model}: {sum(beaten)} of {len(others)} rows of other methods and of equal sizes "
+            f"have a row of sizes by effect that takes no longer and has a smaller error. Prompts "
+            f"whose error is within {SLACK} times the tolerance: {', '.join(held)}."
         )
-        lines = []
-        for name, of_name in {"equal": equal, "by effect": effect, "tolerance": within}.items():
-            x, y = [median(row["errors"]) for row in of_name], [x["times_as_fast"] for x in of_name]
-            lines.append(Line(name, x, y, [0] * len(x)))
-        panels.append(Panel(f"attention, times as fast, {model}", "error of the output", lines))
-    columns = {
+    columns: dict[str, Column] = {
         "model": "model",
-        "sizes": "plan",
-        "attention, times as fast": figure("times_as_fast", ".2f"),
-        "output error, median": lambda row: number(median(row["errors"]), ".4f"),
+        "sizes or method": "plan",
+        "step, ms": figure("ms", ".2f"),
+        "output error, median": figure("error", ".4f"),
         "largest": lambda row: number(max(row["errors"]), ".4f"),
-        "PSNR, dB": figure("psnr_median", ".1f"),
     }
+    for steps in rows[0]["psnr"]:
+        columns[f"PSNR, {steps} steps"] = lambda row, steps=steps: number(
+            row["psnr"].get(steps, {}).get("psnr_median"), ".1f"
+        )
     values = {"table": rows_table(columns, rows), "conclusion": "\n".join(sentences)}
     return Figures(values, paths, "tolerance.png", partial(panel_plot, rows=[panels]))
 

@@ -64,11 +64,15 @@ def generate(
             f"expected as many seeds as prompts and at least one, but got {len(prompts)} prompts "
             f"and {len(seeds)} seeds."
         )
-    images = None
-    with dilation(pipe, settings), compilation(pipe, settings):
-        for start in tqdm(range(0, len(prompts), settings.batch_size), desc=description):
+    images, total = None, len(prompts) * settings.num_inference_steps
+    with (
+        dilation(pipe, settings),
+        compilation(pipe, settings),
+        tqdm(desc=description, total=total, unit="step") as bar,
+    ):
+        for start in range(0, len(prompts), settings.batch_size):
             chosen = slice(start, start + settings.batch_size)
-            batch = generate_batch(pipe, prompts[chosen], seeds[chosen], settings)
+            batch = generate_batch(pipe, prompts[chosen], seeds[chosen], settings, bar)
             if images is None:  # batches joined at the end would need the memory twice
                 images = np.empty((len(prompts), *batch.shape[1:]), np.uint8)
             images[chosen] = batch
@@ -123,8 +127,11 @@ def generate_batch(
     prompts: Sequence[str],
     seeds: Sequence[int],
     settings: Sampling,
+    bar: tqdm | None = None,
 ) -> np.ndarray:
     """Generate images at once. Each has noise from its own seed, drawn on the CPU.
+
+    A bar counts the steps of all images.
 
     ScaleCrafter and compilation are up to the caller.
 
@@ -137,6 +144,12 @@ def generate_batch(
     guidance_scale = settings.guidance_scale
     if guidance_scale is None:
         guidance_scale = usual_guidance(pipe)
+
+    def after_step(_, step: int, timestep: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        if bar is not None:
+            bar.update(len(prompts))
+        return tensors
+
     images = pipe(
         list(prompts),
         height=settings.size,
@@ -145,6 +158,7 @@ def generate_batch(
         guidance_scale=guidance_scale,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         output_type="pt",
+        callback_on_step_end=after_step,
     ).images
     if images.isnan().any():
         raise ValueError(f"the model gave NaN for at least one of the seeds {list(seeds)}.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
+from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import Scene, corrupt, render
 from eval.methods import Method, attention_method, calibrated, load_methods
 from eval.names import EXACT
@@ -63,6 +65,7 @@ def score_methods(
     trial: Trial,
     scorer: Scorer,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    exact_images: Path | None = None,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield one row per method: its images of the scenes against the reference scenes.
 
@@ -79,6 +82,8 @@ def score_methods(
         scorer: gives features and CLIP scores.
         finished: rows of an earlier run by method. They are kept unless their folder has changed or
             they still need a comparison with `exact`.
+        exact_images: `.npy` file of the images of `exact`, for a run that goes on; deleted at the
+            end.
 
     Raises:
         FileNotFoundError, ValueError: see `load_methods` and `dilation_config`.
@@ -98,15 +103,22 @@ def score_methods(
         yield {"method": name, **measure(_render_all(scenes, settings.size, breaks))[0]}
     exact: tuple[np.ndarray, Gaussian] | None = None
     are_all_finished = len(finished) == len(prepared)
-    for method in sorted(prepared, key=lambda method: method.name != EXACT):
+    in_order = sorted(prepared, key=lambda method: method.name != EXACT)
+    for number, method in enumerate(in_order, 1):
         if method.name in finished and (are_all_finished or method.name != EXACT):
+            yield finished[method.name]
+            continue
+        if method.name in finished and exact_images is not None and exact_images.exists():
+            images = np.load(exact_images)
+            exact = images, fit_gaussian(image_features(scorer, images))
             yield finished[method.name]
             continue
         torch.compiler.reset()  # the code of the method before would count as a recompilation
         noise = range(trial.first_seed, trial.first_seed + len(scenes))
         start = perf_counter()
         with attention_method(pipe, method):
-            images = generate(pipe, measure.captions, noise, settings, description=method.name)
+            description = f"{method.name} ({number} of {len(prepared)})"
+            images = generate(pipe, measure.captions, noise, settings, description=description)
         seconds = (perf_counter() - start) / len(scenes)
         figures, gaussian = measure(images)
         alike: dict[str, float | None] = dict.fromkeys(LIKENESS)
@@ -115,9 +127,14 @@ def score_methods(
             alike |= psnr_metrics(psnr(images, exact[0]))
         if method.name == EXACT:
             exact = images, gaussian
+            if exact_images is not None:
+                with atomic_write(exact_images) as temporary:
+                    np.save(temporary, images)
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
         yield {**method.facts(), **unusual, **figures, **alike, "seconds_per_image": seconds}
         del images  # before the next ones are made
+    if exact_images is not None:
+        exact_images.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
-"""The dial on examples that were not probed: sizes by their effect beside equal sizes.
+"""The dial on examples that were not probed: sizes by their effect, equal sizes, and peers.
 
-A row is a plan for all layers: equal sizes, the sizes of least error at their time, or those within
-a tolerance.
+A row is a plan for all layers (equal sizes, the sizes of least error at their time, or those within
+a tolerance) or another method.
 
 times_as_fast    time of exact attention over that of the plan, all layers
 predicted        error of the output by the profile
-errors           that of each example, |model(AVQ) - model(exact)| / |model(exact)|
+errors           that of each example, |model(row) - model(exact)| / |model(exact)|
+ms               of a step of the whole model for one image, on a GPU
+psnr             of images to exact ones of equal noise, by the number of denoising steps
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from statistics import mean, median
 from typing import Any
@@ -17,51 +22,95 @@ from diffusers import DiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, ErrorProfile, apply_avq, measure_error, remove_avq
-from avq_diffusers.hosts import Allocation, output_errors
-from eval.names import EXACT
+from avq_diffusers.hosts import Allocation
+from eval.benchmarks.networks import by_peer, self_attention_by
+from eval.keys.measuring import scheme_of
+from eval.methods import attention_method, load_methods
+from eval.names import EXACT, PEERS, parse_method
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr
-from eval.store.markdown import figure, number, rows_table
+from eval.quality.repeats import Steps, recorded_calls, repeated_errors
+from eval.store.markdown import Column, figure, number, rows_table
+from eval.store.plots import Panel, lines
 
 UNIFORM = ("M64P16C8", "M64P16C8E256", "M128P32C8E256")
 # What an error may exceed a tolerance by, and still be held.
 SLACK = 1.2
 PROBED_STEPS = 6
+EQUAL, DIAL = "equal sizes in all layers", "sizes by their effect"
 Row = dict[str, Any]
 
 
 def measure_tolerances(
     pipe: DiffusionPipeline,
     tolerances: Sequence[float],
+    methods: Sequence[str],
     config: AVQConfig,
     probed: Sequence[str],
     prompts: Sequence[str],
     settings: Sampling,
+    num_steps: Sequence[int],
 ) -> tuple[ErrorProfile, list[Row]]:
-    """Probe some prompts; measure output errors and images of others, one row per plan."""
-    arguments = {"height": settings.size, "width": settings.size, "parts": None}
+    """Probe some prompts; measure output errors and images of others, one row per plan or method.
+
+    Raises:
+        ValueError: a method is unknown or cannot run here.
+    """
+    arguments = {"height": settings.size, "width": settings.size}
     if settings.guidance_scale is not None:
         arguments["guidance_scale"] = settings.guidance_scale
     arguments["num_inference_steps"] = PROBED_STEPS
+    others = load_methods(pipe, (EXACT, *methods), levels=config.levels)
     profile = measure_error(pipe, probed, config, **arguments)
-    plans = plans_of(profile, tolerances)
     # Other noise than that of the probes.
-    seed = len(probed)
-    choices = [plan.choices for plan in plans.values()]
-    errors = output_errors(pipe, prompts, choices, config, seed=seed, **arguments)
-    seeds = range(seed, seed + len(prompts))
-    exact = generate(pipe, prompts, seeds, settings, description=EXACT)
+    seeds = range(len(probed), len(probed) + len(prompts))
+    calls = recorded_calls(pipe, prompts, seeds[0], settings.batch_size, **arguments)
+    steps = Steps(pipe, calls[:PROBED_STEPS]) if calls[0].output.is_cuda else None
+    draws = {
+        number: partial(generate, settings=replace(settings, num_inference_steps=number))
+        for number in num_steps
+    }
+    exact = {x: draw(pipe, prompts, seeds, description=EXACT) for x, draw in draws.items()}
+
+    plans = plans_of(profile, tolerances)
+    ways = {name: _planned(pipe, name, plan, profile) for name, plan in plans.items()}
+    ways |= {method.name: attention_method(pipe, method) for method in others}
     rows = []
-    for (name, plan), of_plan in zip(tqdm(plans.items(), "plans"), errors, strict=True):
-        if plan.tolerance is None:
-            apply_avq(pipe, AVQConfig.parse(name, levels=config.levels), route="always")
-        else:
-            apply_avq(pipe, profile, tolerance=plan.tolerance, route="always")
-        images = generate(pipe, prompts, seeds, settings, description=name)
-        remove_avq(pipe)
-        rows.append(plan_row(name, plan, of_plan) | psnr_metrics(psnr(images, exact)))
+    for name, way in tqdm(ways.items(), "plans and methods"):
+        with way:
+            errors = repeated_errors(pipe, calls)
+            images = {x: draw(pipe, prompts, seeds, description=name) for x, draw in draws.items()}
+            if steps is not None and not _is_peer(name):
+                steps.capture()
+        if steps is not None and _is_peer(name):
+            # The time of the order of tokens is left out, as a model could keep it for all layers.
+            peer = parse_method(name, config.levels)
+            with self_attention_by(partial(by_peer, peer.source, peer.setting)):
+                steps.capture()
+        row = plan_row(name, plans[name], errors) if name in plans else _method_row(name, errors)
+        row["psnr"] = {x: psnr_metrics(psnr(images[x], exact[x])) for x in draws}
+        rows.append(row)
+    if steps is not None:
+        for row, milliseconds in zip(rows, steps.milliseconds(), strict=True):
+            row["ms"] = milliseconds / len(calls[0].prompts)
     return profile, rows
+
+
+@contextmanager
+def _planned(
+    pipe: DiffusionPipeline, name: str, plan: Allocation, profile: ErrorProfile
+) -> Iterator[None]:
+    """Run the pipeline by a plan inside the `with` block."""
+    if plan.tolerance is None:
+        levels = profile.config.levels
+        apply_avq(pipe, AVQConfig.parse(name, levels=levels), route="always")
+    else:
+        apply_avq(pipe, profile, tolerance=plan.tolerance, route="always")
+    try:
+        yield
+    finally:
+        remove_avq(pipe)
 
 
 def plans_of(profile: ErrorProfile, tolerances: Sequence[float]) -> dict[str, Allocation]:
@@ -78,6 +127,7 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
     """The figures of a plan, but for the images'."""
     return {
         "plan": name,
+        "scheme": EQUAL if name in UNIFORM else DIAL,
         "tolerance": plan.tolerance,
         "time": plan.time,
         "times_as_fast": plan.speedup,
@@ -90,26 +140,55 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
     }
 
 
+def _method_row(name: str, errors: Sequence[float]) -> Row:
+    method = parse_method(name, (0,))
+    is_avq = method.config is not None and method.config.num_children
+    return {"plan": name, "scheme": EQUAL if is_avq else scheme_of(method), "errors": [*errors]}
+
+
+def _is_peer(name: str) -> bool:
+    return name.partition("@")[0] in PEERS
+
+
 def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    return rows_table(COLUMNS | (IMAGE_COLUMNS if "psnr_median" in rows[0] else {}), rows)
+    images: dict[str, Column] = {
+        f"PSNR dB, {x} steps": lambda row, x=x: number(row["psnr"][x]["psnr_median"], ".1f")
+        for x in rows[0].get("psnr", ())
+    }
+    return rows_table({**COLUMNS, **images}, rows)
+
+
+def tolerance_panels(rows: Sequence[Mapping[str, Any]], title: str) -> list[list[Panel]]:
+    """Error of the output over the time of a step; a dashed line is exact attention."""
+    exact = next(row.get("ms") for row in rows if row["scheme"] == EXACT)
+    shown = [row | {"error": median(row["errors"])} for row in rows if max(row["errors"])]
+    curves = lines(shown, "scheme", "ms", "error")
+    return [
+        [
+            Panel(
+                f"error of the output, {title}",
+                "ms of a step; dashed: exact attention",
+                curves,
+                reference_x=exact,
+                yscale="log",
+            )
+        ]
+    ]
 
 
 def _held(row: Mapping[str, Any]) -> str:
-    if row["tolerance"] is None:
+    if row.get("tolerance") is None:
         return "-"
     return f"{100 * mean(error <= SLACK * row['tolerance'] for error in row['errors']):.0f}"
 
 
 COLUMNS = {
     "plan": itemgetter("plan"),
+    "ms": "ms",
     "attention, times as fast": figure("times_as_fast", ".2f"),
     "output error, predicted": figure("predicted"),
     "median": lambda row: number(median(row["errors"])),
     "largest": lambda row: number(max(row["errors"])),
     f"within {SLACK} x the tolerance, %": _held,
-}
-IMAGE_COLUMNS = {
-    "PSNR dB, median": figure("psnr_median", ".1f"),
-    "PSNR dB, p10": figure("psnr_p10", ".1f"),
 }

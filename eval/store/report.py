@@ -9,13 +9,13 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import atomic_write, sha256
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def environment(device: "torch.device | str") -> dict[str, Any]:
     else:
         device_name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": _commit(),
         "device": device_name,
         "python": platform.python_version(),
@@ -107,8 +107,7 @@ def folder_digest(source: str, marker: str) -> str | None:
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(source).rglob("*") if path.is_file()):
         digest.update(str(path.relative_to(source)).encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()
 
 

@@ -254,7 +254,7 @@ def custom_op_arguments(codebook=CODEBOOK, **options):
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     options = {"query_order": order, "scale": 0.3} | options
     tensors, spec = call_of(QUERY, KEY, VALUE, codebook, **options)
-    return *tensors, spec.numbers, spec.scale
+    return *tensors, spec.numbers(), spec.scale
 
 
 OWN = {"codebook": None, "codewords": "means"}

@@ -304,8 +304,8 @@ def representatives(given: dict[str, object]) -> tuple[Tensor, Tensor]:
     mode = {"compute_mode": "donot_use_mm_for_euclid_dist"}
     cell = torch.cdist(key, parents, **mode).argmin(dim=-1)
     index = torch.arange(2)[:, None, None], torch.arange(2)[:, None]
-    coarse = parents[*index, cell]
-    candidates = torch.cat([coarse[..., None, :], children[*index, cell]], dim=-2)
+    coarse = parents[(*index, cell)]
+    candidates = torch.cat([coarse[..., None, :], children[(*index, cell)]], dim=-2)
     leaf = (candidates - key[..., None, :]).norm(dim=-1).argmin(dim=-1)
     if given["codewords"] == STORED:
         fine = candidates.gather(-2, leaf[..., None, None].expand_as(candidates[..., :1, :]))

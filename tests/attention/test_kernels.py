@@ -398,7 +398,7 @@ def test_it_is_a_well_behaved_operation(form):
     options = {"codewords": "stored" if form == "stored" else "means", "query_order": order}
     codebook = None if form == "own" else codebook
     tensors, spec = call_of(query, key, value, codebook, scale=0.3, **options)
-    arguments = (*tensors, spec.numbers, spec.scale)
+    arguments = (*tensors, spec.numbers(), spec.scale)
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 

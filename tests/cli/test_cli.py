@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -37,7 +38,13 @@ from avq_diffusers import (
 from avq_diffusers.cli import bench
 from avq_diffusers.cli import generate as generation
 from avq_diffusers.cli import output as outputs
-from avq_diffusers.cli.images import _call_arguments, fit_request, largest_side, timed_image
+from avq_diffusers.cli.images import (
+    TimedImage,
+    _call_arguments,
+    fit_request,
+    largest_side,
+    timed_image,
+)
 from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
@@ -227,7 +234,8 @@ def test_tolerance_is_honoured(avq, model, ladder):
     arguments = ["--model", model, "--steps", "2", "--seed", "3", "--levels", "0,1"]
     code, output = avq("generate", PROMPT, *arguments, "--config", "M8P4C2", "--tolerance", "0.005")
     assert code == 0
-    assert "ofexact(asked:0.5%),attention" in output
+    assert "ofexactattention's(asked:0.5%),attention" in output
+    assert squeezed("A tolerance is of the model's output (noise, velocity)") in output
     pipe = two_level_pipe()
     config = AVQConfig.parse("M8P4C2", levels=(0, 1))
     sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
@@ -237,6 +245,22 @@ def test_tolerance_is_honoured(avq, model, ladder):
     for choice in shown:
         assert squeezed(choice) in output
     assert np.array_equal(pixels("avq.png"), make(pipe, seed=3, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "difference", "speed", "look"),
+    [
+        (1.0, 2, "3.00 times as fast.", "they look alike."),
+        (4.0, 4, "slower on this device at this size.", "details differ. Closer, and slower: -x."),
+        (4.0, 16, "apply_avq, unlike this command,", "they differ visibly. Closer, and slower: -x"),
+    ],
+)
+def test_the_outcome_is_said_in_words(seconds, difference, speed, look):
+    """Catches times or bounds that are swapped, and advice where none is needed."""
+    exact, avq = (Image.new("L", (8, 8), value) for value in (0, difference))
+    said = generation.outcome(TimedImage(avq, seconds), TimedImage(exact, 3.0), "-x")
+    assert speed in said
+    assert look in said
 
 
 def test_scalecrafter_dilates_both_images(generate, codebooks):
@@ -414,14 +438,20 @@ def test_layers_with_fewer_parents_refine_all_of_theirs():
 
 
 def test_choices_run_beside_exact_images():
-    """Catches exact images that AVQ made, a default without all parents, and another median."""
+    """Catches exact images that AVQ made, a default without all parents, another median, and a
+    first step that is not the choice's first, here slow as if it compiled."""
     pipe = two_level_pipe()
     requests = [ImageRequest(PROMPT, None, 64, 64, 1, 7.5, seed, False) for seed in (0, 1, 2)]
     exact = [timed_image(pipe, request).image for request in requests]
     apply_avq(pipe, random_codebooks(pipe.unet), route="always")
     choices = bench.refined_choices(pipe)
     assert list(choices) == [f"{number} refined" for number in (0, 1, 2, 4)]
-    first, result = bench.run_choices(pipe, dict([choices.popitem()]), requests)
+    label, choose = choices.popitem()
+    slow = []  # seconds that the next call of the UNet takes longer
+    pipe.unet.register_forward_pre_hook(lambda *_: time.sleep(sum(slow)) or slow.clear())
+    chosen = {label: lambda: (choose(), slow.append(1))}
+    first, result = bench.run_choices(pipe, chosen, requests)
+    assert result.cold > 0.5 + result.warm
     assert [psnr(*pair) for pair in zip(first.images, exact, strict=True)] == 3 * [float("inf")]
     likeness = [psnr(*pair) for pair in zip(result.images, exact, strict=True)]
     assert result.psnr == sorted(likeness)[1] < float("inf")

@@ -269,21 +269,27 @@ def test_a_slider_before_the_first_image_does_nothing(visit, calls):
 
 
 def test_the_command_serves_a_page(site, model, tmp_path, monkeypatch, capsys):
-    """With codebooks there are no tolerances; a port that is taken is refused."""
+    """With codebooks there are no tolerances; a port that is taken is refused. Catches a table
+    without rows before the first image, and refined parents shown beside a tolerance."""
     import gradio
 
     random_codebooks(tiny_unet(), CONFIG).save_pretrained(tmp_path)
     served = []
     monkeypatch.setattr(
-        gradio.Blocks, "block_thread", lambda page: served.append(page.config) or page.close()
+        gradio.Blocks, "block_thread", lambda page: served.append(page) or page.close()
     )
     command = ["avq", "app", "--model", str(model), "--codebooks", str(tmp_path), "--port"]
     monkeypatch.setattr(sys, "argv", [*command, port := str(free_port())])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     assert f"page: http://127.0.0.1:{port}/" in capsys.readouterr().out
-    (tolerance,) = [x for x in served[0]["components"] if x["props"].get("label") == "Tolerance"]
-    assert not tolerance["props"]["visible"]
+    components = [x["props"] for x in served[0].config["components"]]
+    fields = {x["label"]: x for x in components if "label" in x}
+    assert not fields["Tolerance"]["visible"]
+    assert "M4P2C2" in str(fields["Layers"]["value"])
+    slider = ["Refined parents per query tile"]
+    (show,) = [x.fn for x in served[0].fns.values() if [y.label for y in x.outputs] == slider]
+    assert [show(x).visible for x in (NO_TOLERANCE, "0.02")] == [True, False]
     taken = str(urlparse(site[0]).port)
     monkeypatch.setattr(sys, "argv", [*command, taken])
     with pytest.raises(SystemExit, match="2"):

@@ -79,7 +79,7 @@ def finished(model, tmp_path_factory):
     folder = output / "codebooks"
     load = f'apply_avq(pipe, AVQCodebooks.from_pretrained("{folder}"))'
     assert f"{folder} holds the student: {load}\n" in result.stdout
-    assert "step-00000004: 100%" in result.stderr
+    assert "sample images: 100%" in result.stderr
     return output
 
 

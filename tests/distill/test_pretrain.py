@@ -512,6 +512,8 @@ def test_the_export_is_a_plain_pipeline(weights):
     assert (scheduler.clip_sample, scheduler.set_alpha_to_one) == (False, False)
     assert pipeline.text_encoder.config.eos_token_id == pipeline.tokenizer.eos_token_id
     assert_draws(pipeline)
+    names = load_file(weights / "text_encoder" / "model.safetensors")
+    assert all(name.startswith("text_model.") for name in names)
 
 
 def test_the_export_is_half_precision_with_a_scorer_and_no_path(runs, weights):

@@ -110,6 +110,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "methods must be exact, value-projection, tome, fa2, cudnn, limit, linfusion, folders",
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
+        (
+            "bench variants --capabilities 90,75",
+            "some of 80, 86, 89, 90, 100, 120, but got 75",
+        ),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),

@@ -28,9 +28,9 @@ def test_rows_at_another_size(scorer, monkeypatch):
 
     def paint(pipe, prompts, seeds, settings, *, description):
         assert list(seeds) == [7, 8, 9]
-        drawn.append(description)
+        drawn.append(description.split()[0])
         images = np.stack([render(by_caption[prompt], settings.size) for prompt in prompts])
-        error = np.uint8(0 if description == EXACT else 3 * len(drawn))
+        error = np.uint8(0 if drawn[-1] == EXACT else 3 * len(drawn))
         return np.where(images > 127, images - error, images + error)
 
     monkeypatch.setattr(scenes, "generate", paint)
@@ -60,21 +60,29 @@ def test_rows_at_another_size(scorer, monkeypatch):
     assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
 
-def test_a_killed_run_goes_on(tiny_scorer, monkeypatch):
-    """Fails for methods that are drawn twice, or are compared with no or other images."""
+def test_a_killed_run_goes_on(tiny_scorer, monkeypatch, tmp_path):
+    """Fails for methods that are drawn twice, or are compared with no or other images; those of
+    exact attention are drawn again only if their file is lost."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
     settings = Sampling(num_inference_steps=1, size=128)
     methods = [NO_ATTENTION, EXACT, TOME]
-    again = partial(score, tiny_pipe(), methods, shown, tiny_scorer, settings)
+    kept = tmp_path / "exact.npy"
+    again = partial(score, tiny_pipe(), methods, shown, tiny_scorer, settings, exact_images=kept)
     rows = again()
-    drawn = []
+    drawn, fatal = [], [TOME]
 
     def watched(*positional, description, **options):
-        drawn.append(description)
+        drawn.append(description.split()[0])
+        if drawn[-1] in fatal:
+            raise KeyboardInterrupt
         return generate(*positional, description=description, **options)
 
     monkeypatch.setattr(scenes, "generate", watched)
-    for number, expected in ((4, [EXACT, TOME]), (5, [])):
+    with pytest.raises(KeyboardInterrupt):
+        again()
+    assert drawn == [EXACT, NO_ATTENTION, fatal.pop()]
+    drawn.clear()
+    for number, expected in ((4, [TOME]), (4, [EXACT, TOME]), (5, [])):
         finished = {row["method"]: row for row in rows[:number]}
         found = again(finished=finished)
         assert drawn == expected
@@ -85,8 +93,8 @@ def test_a_killed_run_goes_on(tiny_scorer, monkeypatch):
 
 
 def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys):
-    """Fails where rows are lost by a second kill, a file of other images is taken, and for a file
-    that does not say its size and ScaleCrafter."""
+    """Fails where rows are lost by a second kill, a file of other images is taken, for a file
+    that does not say its size and ScaleCrafter, and for a bar that counts batches."""
     arguments = ["--model", model, "--output", tmp_path, "--images", 2, "--steps", 1]
     arguments += ["--scorer", scorer_folder, "--scalecrafter"]
     run_command(monkeypatch, "scenes", *arguments, "--methods", "value-projection,exact")
@@ -94,8 +102,9 @@ def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys
     document = json.loads(path.read_text())
     rows = document["rows"]
     assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
-    printed = capsys.readouterr().out
-    assert f"| {rows[3]['psnr_median']:.1f} ({rows[3]['psnr_p10']:.1f}) |" in printed
+    printed = capsys.readouterr()
+    assert f"| {rows[3]['psnr_median']:.1f} ({rows[3]['psnr_p10']:.1f}) |" in printed.out
+    assert re.search(r"exact \(1 of 2\): 100%.* 2/2 ", printed.err)
 
     class Killed(BaseException):
         """As by a signal: no handler of errors sees it."""

@@ -18,7 +18,8 @@ from eval.store.report import read_result
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
-PATHS = [path for path in sorted(RESULTS.rglob("*.json")) if path.name != "features.json"]
+NOT_OF_EVAL = ("features.json", "models.json")
+PATHS = [path for path in sorted(RESULTS.rglob("*.json")) if path.name not in NOT_OF_EVAL]
 # Options that commands no longer have: `errors` took times of kernels to stand beside the errors,
 # `vision features` a limit of time.
 REMOVED = {"--kernels", "--minutes"}
@@ -86,3 +87,13 @@ def test_a_stored_table_is_that_of_its_files(path):
     names = shlex.split(document["command"])[4:]
     table = build_table([read_result(RESULTS / name) for name in names if name.endswith(".json")])
     assert quality_table(table) == quality_table(document)
+
+
+def test_the_page_of_variants_is_that_of_its_results():
+    """Catches a page, or the function that makes it, that changed alone."""
+    pytest.importorskip("triton")
+    from eval.benchmarks.variants import variants_page
+
+    paths = sorted(path for path in PATHS if KINDS[path] == "bench variants")
+    page = variants_page([read_result(path).document for path in paths])
+    assert (RESULTS / "variants.md").read_text() == page

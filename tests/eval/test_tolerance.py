@@ -1,6 +1,7 @@
 """`eval tolerance`, of pipelines and vision models: plans on examples that were not probed."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from tiny_vision import WIDE, choosing
 from transformers import ViTConfig, ViTModel
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq
-from avq_diffusers.hosts import measured_layer
+from avq_diffusers.hosts import measured_layer, output_errors, select_layers
+from avq_diffusers.hosts.profile import Choice
 from eval.quality import tolerance
+from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.vision import tolerance as vision_tolerance
 
 COARSE, FINE = "M4P0C0", "M8P8C4E16"
@@ -31,19 +34,37 @@ def rows_of(path):
 def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
     """Catches images of another plan than the one whose time and error are told."""
     tiny_pipe().save_pretrained(tmp_path / "model")
-    arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 1, "--steps", 2]
-    arguments += ["--tolerances", "0.00001,9", "--output", tmp_path]
+    arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1,2"]
+    arguments += ["--tolerances", "0.00001,9", "--methods", "M4/own,tome@.5", "--output", tmp_path]
     run_command(monkeypatch, "tolerance", *arguments)
     rows = rows_of(tmp_path / "tolerance_levels01.json")
-    exact, loose = rows["tolerance 1e-05"], rows["tolerance 9"]
-    assert (exact["psnr_median"], exact["errors"], exact["times_as_fast"]) == (None, [0.0], 1)
+    asked, loose, exact = rows["tolerance 1e-05"], rows["tolerance 9"], rows["exact"]
+    assert (asked["psnr"], asked["times_as_fast"]) == (exact["psnr"], 1)
+    assert asked["errors"] == exact["errors"] == [0.0, 0.0]
     # All layers run the fastest sizes, which are those of the smallest equal ones.
-    for name in ("errors", "psnr_median", "time", "sizes"):
+    for name in ("errors", "psnr", "time", "sizes"):
         assert loose[name] == rows[COARSE][name] == rows[f"at the time of {COARSE}"][name]
-    assert loose["psnr_median"] < rows[FINE]["psnr_median"] < 90
+    assert loose["errors"] == pytest.approx(rows["M4/own"]["errors"])
+    assert loose["errors"][0] != pytest.approx(loose["errors"][1], rel=0.01)
+    for steps in ("1", "2"):
+        decibels = [rows[name]["psnr"][steps]["psnr_median"] for name in ("tome@.5", COARSE, FINE)]
+        assert decibels == sorted(decibels)
+        assert decibels[-1] < 90
     best = rows[f"at the time of {FINE}"]
     assert best["time"] <= rows[FINE]["time"]
     assert best["predicted"] <= rows[FINE]["predicted"]
+
+
+def test_errors_of_batches_are_those_of_each_prompt_alone():
+    """Catches errors of another prompt, of one half of the guidance alone, or of equal weights."""
+    pipe, prompts, config = tiny_pipe(), ["a cat", "a dog", "a house"], AVQConfig.parse(COARSE)
+    arguments = {"num_inference_steps": 2, "height": 64, "width": 64}
+    plan = {layer.name: {1000: Choice(config.sizes, 0.0)} for layer in select_layers(pipe.unet)}
+    (expected,) = output_errors(pipe, prompts, [plan], config, seed=5, parts=1, **arguments)
+    calls = recorded_calls(pipe, prompts, 5, 2, **arguments)
+    apply_avq(pipe, config, route="always")
+    assert repeated_errors(pipe, calls) == pytest.approx(expected, rel=1e-3)
+    assert min(abs(a / b - 1) for a, b in pairwise(expected)) > 0.01
 
 
 def noise(name, size):

@@ -4,6 +4,7 @@ Rows hold real models at tiny size. Each is called on a grid of height x width t
 level, per frame of a video.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,7 +13,8 @@ from typing import Any
 import tiny_transformers
 import tiny_vision
 import torch
-from diffusers import ControlNetModel
+from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
+from hosts import zoo
 from tiny import tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
 from torch import Tensor, nn
@@ -38,6 +40,8 @@ class Kind:
         sizes: of grids, as many tokens in another order where the kind can.
         mask: the argument of a layer that masks some of so many tokens; None if it takes none.
         references: arguments with a second image or no grid, by where images stand.
+        padding: arguments that hide tokens of the text.
+        counts_others: whether a call tells how many tokens there are beside those of the grid.
         has_timesteps: whether sizes may follow them.
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
@@ -56,6 +60,8 @@ class Kind:
     sizes: tuple[Size, Size] = ((8, 12), (12, 8))
     mask: Callable[[int], dict[str, Tensor]] | None = None
     references: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    padding: Mapping[str, Tensor] = field(default_factory=dict)
+    counts_others: bool = True
     has_timesteps: bool = False
     takes_codebooks: bool = False
     pickles: bool = True
@@ -101,8 +107,9 @@ def added_mask(num_tokens: int) -> dict[str, Tensor]:
     return {"attention_mask": -1e4 * is_masked.float().expand(2, 1, -1)}
 
 
-def text_mask(num_tokens: int) -> dict[str, Tensor]:
-    return {"encoder_hidden_states_mask": torch.arange(NUM_TEXT).expand(2, -1) < NUM_TEXT // 2}
+def hidden_text(*lengths: int) -> Tensor:
+    """Which tokens of the texts of a batch are no padding."""
+    return torch.arange(NUM_TEXT) < torch.tensor(lengths)[:, None]
 
 
 # UNets: two levels with self-attention. SDXL has none at level 0, blocks of two layers.
@@ -116,6 +123,15 @@ SDXL = {
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 80,
+}
+
+
+ADDED = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("SimpleCrossAttnDownBlock2D", "ResnetDownsampleBlock2D"),
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+    "up_block_types": ("ResnetUpsampleBlock2D", "SimpleCrossAttnUpBlock2D"),
+    "attention_head_dim": 16,
 }
 
 
@@ -145,6 +161,42 @@ def unet_inputs(model, height: int, width: int, **others) -> dict[str, Any]:
 def controlnet_inputs(model, height: int, width: int) -> dict[str, Any]:
     condition = torch.ones(2, 3, 8 * height, 8 * width)
     return unet_inputs(model, height, width, controlnet_cond=condition)
+
+
+def unet3d() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    }
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
+    model = UNet3DConditionModel(**blocks, **sizes, cross_attention_dim=32, attention_head_dim=8)
+    return tiny_transformers.choosy(model)
+
+
+def video_inputs(model, height: int, width: int) -> dict[str, Any]:
+    """Two frames, which are entries of its batch."""
+    arguments = unet_inputs(model, height, width)
+    sample = arguments["sample"].transpose(0, 1)[None]
+    return arguments | {"sample": sample, "encoder_hidden_states": torch.ones(1, 5, 32)}
+
+
+def svd() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+    }
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 32}
+    heads = {"num_attention_heads": (2, 4), "projection_class_embeddings_input_dim": 768}
+    return UNetSpatioTemporalConditionModel(**blocks, **sizes, **heads).eval()
+
+
+def svd_inputs(model, height: int, width: int) -> dict[str, Any]:
+    arguments = unet_inputs(model, height, width)
+    sample = torch.cat([arguments["sample"]] * 2, dim=1)[None]
+    times = {"encoder_hidden_states": torch.ones(1, 1, 32), "added_time_ids": torch.ones(1, 3)}
+    return arguments | {"sample": sample, **times}
 
 
 def sdxl_inputs(model, height: int, width: int) -> dict[str, Any]:
@@ -233,6 +285,39 @@ dispatch_kind = partial(transformer_kind, mask=bool_mask, pickles=False)
 flux_kind = partial(dispatch_kind, exports=False)  # the grid is in the values of tensors
 
 
+CROSS_ATTENTION = (  # to the text
+    *("LTX2Video", "WanVACE", "ChronoEdit", "SkyReelsV2", "AnyFlow", "Cosmos", "Allegro", "PixArt"),
+    *("Latte", "HunyuanDiT", "LuminaNextDiT", "Kandinsky5", "Kandinsky6"),
+)
+DO_NOT_COUNT = ("Lumina2", "HiDreamImage", "Mochi", "Ideogram4", "MiniMaxH3", "Helios")
+PADDING = {
+    "Chroma": {"attention_mask": zoo.padding(after=96)},
+    "PRX": {"attention_mask": zoo.padding()},
+    "ErnieImage": {"text_lens": torch.tensor([NUM_TEXT, 8])},
+    **{
+        name: {"encoder_attention_mask": zoo.padding()}
+        for name in ("Krea2", "MotifVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanImage")
+    },
+    "Mochi": {"encoder_attention_mask": zoo.padding()[1:]},
+    "Ideogram4": {"segment_ids": zoo.padding(after=96).long()},
+}
+
+
+def zoo_kind(cls: str) -> Kind:
+    name = re.sub("(Transformer)?[23]D.*Model", "", cls)
+    return dispatch_kind(
+        name,
+        partial(zoo.zoo_transformer, cls),
+        inputs=partial(zoo.zoo_inputs, cls),
+        beside=(0, 0) if name in CROSS_ATTENTION else None,
+        frames=zoo.FRAMES if "3D" in cls and name != "Latte" else 1,
+        mask=None,
+        padding=PADDING.get(name, {}),
+        counts_others=name not in DO_NOT_COUNT,
+        output=lambda output: output[0][:, NUM_TEXT:] if name == "Ideogram4" else output[0],
+    )
+
+
 # Vision models of transformers
 
 
@@ -255,6 +340,17 @@ KINDS = (
     unet_kind("SD1.5", two_level_unet, small=traced_unet),
     unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
+    unet_kind("UNet3D", unet3d, inputs=video_inputs, mask=None),
+    unet_kind("Stable Video Diffusion", svd, inputs=svd_inputs, mask=None),
+    dispatch_kind(
+        "Kandinsky 2",
+        partial(tiny_unet, **ADDED),
+        inputs=unet_inputs,
+        part="unet",
+        beside=None,
+        counts_others=False,
+        mask=None,
+    ),
     transformer_kind("SD3", sd3_transformer, beside=(0, NUM_TEXT), feature="SD3"),
     transformer_kind(
         "SD3.5",
@@ -278,19 +374,26 @@ KINDS = (
         references=flux_references(4),
         feature="Flux2",
     ),
-    flux_kind(
-        "Flux3",
-        tiny_transformers.flux3_transformer,
-        beside=None,
-        references={
-            "smaller": partial(flux3_reference, 24),
-            "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
-        },
+    *(
+        [
+            flux_kind(
+                "Flux3",
+                tiny_transformers.flux3_transformer,
+                beside=None,
+                references={
+                    "smaller": partial(flux3_reference, 24),
+                    "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
+                },
+            )
+        ]
+        if tiny_transformers.FLUX3
+        else ()
     ),
     dispatch_kind(
         "Qwen-Image",
         tiny_transformers.qwen_transformer,
-        mask=text_mask,
+        mask=None,  # its layers take one of the text only
+        padding={"encoder_hidden_states_mask": hidden_text(NUM_TEXT, 8)},
         beside=(NUM_TEXT, 0),
         references={
             "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
@@ -319,12 +422,13 @@ KINDS = (
         references={"coordinates": coordinates},
         feature="LTX",
     ),
+    *map(zoo_kind, zoo.ZOO),
     vision_kind("vit"),
     vision_kind("deit"),
     vision_kind(
         "dinov2 with registers",
         inputs=vision_inputs,
-        mask=None,  # its layers take none in transformers 5.17
+        mask=None,  # its layers take none
         small=partial(tiny_vision.tiny_vision, "dinov2 with registers", num_hidden_layers=1),
     ),
     vision_kind("dinov3", inputs=vision_inputs),

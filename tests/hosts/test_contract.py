@@ -195,6 +195,36 @@ def test_the_order_is_that_of_the_grid(kind, model, monkeypatch):
     assert close(kind.predict(model), kind.exact) == (kind.beside == (0, 0))
 
 
+@for_kinds(
+    [
+        kind
+        for kind in KINDS
+        if kind.part == "transformer" and kind.beside != (0, 0) and kind.name != "MiniMaxH3"
+    ]
+)
+def test_sinks_are_no_tokens_of_the_grid(kind, model, monkeypatch):
+    """Catches a grid that begins with the text: another image leaves the first sinks alone.
+
+    MiniMax-H3 has keyframes among them.
+    """
+    found, original = [], state.attention_and_backend
+
+    def record(*args, **options):
+        found.append(options["sink_key"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(state, "attention_and_backend", record)
+    name = "x" if "x" in kind.inputs(model, *kind.sizes[0]) else "hidden_states"
+    image = kind.inputs(model, *kind.sizes[0])[name]
+    other = [x + 1 for x in image] if isinstance(image, list) else image + 1
+    apply_avq(model, kind.config(**COARSE))
+    kind.predict(model)
+    first = next(x for x in found if x is not None)
+    found.clear()
+    kind.predict(model, **{name: other})
+    assert torch.equal(next(x for x in found if x is not None), first)
+
+
 @for_kinds(ADAPTERS)
 def test_autocast(kind, model):
     with torch.autocast("cpu", torch.bfloat16):
@@ -346,7 +376,7 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
     assert torch.equal(kind.predict(model), avq)
 
 
-@for_kinds([kind for kind in KINDS if kind.part == "transformer" and kind.name != "Z-Image"])
+@for_kinds(named("SD3", "Flux", "Qwen-Image", "Wan", "LTX"))
 def test_the_processor_of_unets_is_refused(kind):
     """Catches an error far from its cause, in the call and in the verbs."""
     model, message = kind.make(), "AVQProcessor serves UNets.*call apply_avq"
@@ -380,16 +410,28 @@ def test_masks(kind, model):
     assert calls(model) == [{"attention mask": 1}] * len(calls(model))
 
 
+@for_kinds([kind for kind in KINDS if kind.padding])
+def test_padding(kind, model):
+    """Catches calls that run exact, and hidden tokens that take part."""
+    exact = kind.predict(model, **kind.padding)
+    assert differ(exact, kind.exact)
+    assert close(kind.predict(apply_avq(model, kind.config(**EVERY_KEY)), **kind.padding), exact)
+    assert kinds(model) == {"AVQ"}
+
+
 def shortened(value, lengths):
     """Tensors without the last of their tokens, where they are as long as a key of `lengths`."""
     if isinstance(value, torch.Tensor):
-        for axis, length in enumerate(value.shape[:2]):
+        has_channels = value.ndim > 2 and value.dtype != torch.bool
+        for axis, length in enumerate(value.shape[:-1] if has_channels else value.shape):
             if length in lengths:
                 return value.narrow(axis, 0, lengths[length])
+    if isinstance(value, dict):
+        return {name: shortened(x, lengths) for name, x in value.items()}
     return tuple(shortened(x, lengths) for x in value) if isinstance(value, tuple) else value
 
 
-@for_kinds()
+@for_kinds([kind for kind in KINDS if kind.counts_others])
 def test_dropped_tokens(kind, model):
     """As many as the text has are 24, or 32 with Z-Image's padding."""
     config = kind.config(**COARSE, levels=kind.levels[:1])
@@ -407,7 +449,7 @@ def test_dropped_tokens(kind, model):
         if attn not in chosen:
             return output
         image, *rest = output if isinstance(output, tuple) else (output,)
-        image = F.pad(image, (0, 0, 0, count))
+        image = F.pad(image, (0, 0) * (image.ndim - 2) + (0, count))
         return (image, *rest) if isinstance(output, tuple) else image
 
     with hooked(model, before, after):
@@ -537,7 +579,7 @@ def without_gradient(model) -> set[str]:
 
 
 @for_kinds(
-    [*ADAPTERS, *named("ControlNet", "Z-Image", "Wan", "dinov3", "clip")],
+    [*ADAPTERS, *named("ControlNet", "Z-Image", "Wan", "CogVideoX", "PRX", "dinov3", "clip")],
     features={"SD3": "gradient checkpointing of SD3", "Flux": "gradient checkpointing of Flux"},
 )
 def test_checkpoints_recompute_the_call(kind):
@@ -615,7 +657,7 @@ def test_a_copy_has_its_own_avq(kind, model, how):
     """Catches states that are shared with the copy, and hooks that set those of the original."""
     apply_avq(model, kind.config(**COARSE))
     if how is not copy.deepcopy and not kind.pickles:
-        with pytest.raises(ValueError, match="'avq' is not a valid AttentionBackendName"):
+        with pytest.raises(ValueError, match="'avq_layer' is not a valid"):
             how(model)
         return
     copied = how(model)

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from checks import calls, kinds
-from diffusers import FirstBlockCacheConfig, HunyuanImageTransformer2DModel
+from checks import calls, differ, kinds
+from diffusers import FirstBlockCacheConfig, QwenImage21Transformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+from hosts.zoo import zoo_inputs, zoo_transformer
 from tiny_transformers import (
     CONFIG,
     EXACT,
+    choosy,
     flux_transformer,
     position_ids,
     predict,
@@ -18,7 +21,7 @@ from tiny_transformers import (
     z_transformer,
 )
 
-from avq_diffusers import apply_avq, avq_disabled, remove_avq, summary
+from avq_diffusers import apply_avq, avq_disabled, remove_avq, select_layers, summary
 from avq_diffusers.hosts import grids
 
 feature = pytest.mark.feature
@@ -44,18 +47,35 @@ def test_padded_image_tokens_are_sinks():
 
 def test_layers_that_refine_a_text():
     """Catches AVQ in them, on the grid of an image of as many tokens."""
-    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
-    heads = {"num_attention_heads": 2, "attention_head_dim": 64, "rope_axes_dim": (32, 32)}
-    model = HunyuanImageTransformer2DModel(4, 4, text_embed_dim=32, **heads, **sizes).eval()
-    half = torch.full((1,), 0.5)
-    text, mask = torch.randn(1, 96, 32), torch.ones(1, 96)
-    with torch.no_grad():
-        exact = model(torch.ones(1, 4, 8, 12), half, text, mask).sample
-        found = apply_avq(model, CONFIG)(torch.ones(1, 4, 8, 12), half, text, mask).sample
-    assert torch.equal(found, exact)
-    assert {row.name: row.calls for row in summary(model).rows} == {
-        "transformer_blocks.0.attn": {"attention mask": 1}
+    model = zoo_transformer("HunyuanImageTransformer2DModel")
+    names = {layer.name for layer in select_layers(model)}
+    assert names == {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"}
+
+
+def test_steps_with_kept_keys_of_the_text():
+    """Qwen-Image 2.1, whose first step attends part by part."""
+    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "context_in_dim": 32}
+    sizes |= {"num_attention_heads": 2, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+    torch.manual_seed(0)
+    model = choosy(QwenImage21Transformer2DModel(**sizes))
+    text, image = torch.randn(2, 24, 32), torch.randn(2, 96, 4)
+    kept = {
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 8, 12)]] * 2,
+        "img_mask": (torch.arange(48) >= 24).expand(2, -1),
+        "kv_cache": QwenImage21KVCache(2),
+        "encoder_hidden_states_mask": torch.arange(24) < torch.tensor([24, 10])[:, None],
     }
+    with torch.no_grad():
+        first = model(image, text, **kept, kv_cache_mode="extract").sample
+        exact = model(image, text, **kept, kv_cache_mode="cached").sample
+        apply_avq(model, EXACT)
+        assert torch.equal(model(image, text, **kept, kv_cache_mode="extract").sample, first)
+        close = model(image, text, **kept, kv_cache_mode="cached").sample
+        assert summary(model).rows[0].calls["AVQ"] == 1
+        coarse = apply_avq(model, CONFIG)(image, text, **kept, kv_cache_mode="cached").sample
+    assert (close - exact).norm() < 1e-5 * exact.norm()
+    assert differ(coarse, exact)
 
 
 class TestHandedOver:
@@ -63,12 +83,11 @@ class TestHandedOver:
 
     @pytest.mark.parametrize(
         ("config", "latents"),
-        [({}, (16, 24)), ({"patch_size": (1, 2, 2)}, (16, 24)), ({"patch_size": 2}, (1, 16, 24))],
+        [({}, (16, 24)), ({"patch_size": (1, 2, 2)}, (16, 24)), ({"patch_size": 2}, (16,))],
     )
     def test_latents_of_another_form(self, config, latents):
-        """The last are HunyuanVideo's, which is cut otherwise in time."""
-        family = grids.family_of(("hidden_states", "encoder_hidden_states", "timestep"))
-        assert family.read(config, {"hidden_states": torch.ones(2, 4, *latents)}) == "no grid"
+        hidden_states = torch.ones(2, 4, *latents)
+        assert grids.latent_grid(config, {"hidden_states": hidden_states}) == "no grid"
 
     @pytest.mark.parametrize(
         ("num_heads", "options"),
@@ -153,7 +172,7 @@ def test_context_parallel_is_refused():
 def test_position_ids_are_read_once_per_change(monkeypatch):
     """Catches a wait for the device in every step, and a grid of earlier contents."""
     reads, original = [], grids._grid_of_ids
-    monkeypatch.setattr(grids, "_grid_of_ids", lambda ids: reads.append(1) or original(ids))
+    monkeypatch.setattr(grids, "_grid_of_ids", lambda *x: reads.append(1) or original(*x))
     model = apply_avq(flux_transformer(), CONFIG)
     for is_inference, counts in ((False, (1, 1, 2)), (True, (3, 4, 5))):
         with torch.inference_mode(is_inference):  # whose tensors do not tell of changes
@@ -200,3 +219,17 @@ def test_repeated_blocks_compile():
     assert torch.allclose(predict(model), eager, atol=1e-5)
     # As many as without AVQ: the first single block gets an image of other strides.
     assert len(graphs) == 3
+
+
+def test_blocks_that_call_torch_compile():
+    """Catches graph breaks, and an attention that compiled code does not see."""
+    model = zoo_transformer("CogVideoXTransformer3DModel")
+    arguments = zoo_inputs("CogVideoXTransformer3DModel", model, 8, 12)
+    with torch.no_grad():
+        (exact,) = model(**arguments)
+        (eager,) = apply_avq(model, CONFIG)(**arguments)
+        for block in model.transformer_blocks:
+            block.compile(backend="eager", fullgraph=True)
+        (compiled,) = model(**arguments)
+    assert differ(eager, exact)
+    assert torch.allclose(compiled, eager, atol=1e-5)

@@ -46,14 +46,18 @@ class ColumnPointers(NamedTuple):
     """The columns of a tile: (B, H, tiles, VISIBLE), all int32 but the score.
 
     score, row: of every column.
+    token: (B, H, tiles, exact keys) the exact keys, those of the first column first.
+    number: (B, H, tiles, 2) of exact columns and of exact keys.
     """
 
     score: tl.tensor
     row: tl.tensor
-    ranked_row: tl.tensor  # rows in the order of falling score
+    exact_row: tl.tensor  # rows of the exact columns
     # Of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
     # are not exact.
     first: tl.tensor
+    token: tl.tensor
+    number: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -111,8 +115,10 @@ def exact_of_tile(keys, leaves, row_weight_ptr, columns, budget, tile, SIZES: tl
         ColumnPointers(
             columns.score + first,
             columns.row + first,
-            columns.ranked_row + first,
+            columns.exact_row + first,
             columns.first + first,
+            columns.token + tile.number * budget,
+            columns.number + 2 * tile.number,
         ),
     )
 
@@ -127,15 +133,9 @@ def store_scores(attention, exact, columns, rows, valid):
 
 @triton.jit
 def choose_columns(query, exact, SIZES: tl.constexpr):
-    """Choose the exact columns by their stored scores.
-
-    Returns:
-        num_columns: of them.
-        total: the number of exact keys.
-        earlier: (VISIBLE) exact keys before those of the column of each rank.
-        shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
-    """
+    """Choose the exact columns by their stored scores, and store them and their keys."""
     VISIBLE: tl.constexpr = SIZES.VISIBLE
+    BITS: tl.constexpr = 63 if query[0].dtype == tl.float32 else 31
     # What follows reads what other threads of this program wrote.
     tl.debug_barrier()
 
@@ -145,35 +145,54 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     is_column = column < SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
     score = tl.load(exact.columns.score + column, mask=is_column, other=0.0)
     rank_key = score.to(tl.int32, bitcast=True)
-    if query[0].dtype == tl.float32:
+    if BITS == 63:
         rank_key = rank_key.to(tl.int64) << 32
     rank_key = rank_key & -VISIBLE | (VISIBLE - 1 - column)
-    rank_key = tl.sort(tl.where(is_column, rank_key, -1), descending=True)
-    is_column = rank_key >= 0
-    column = VISIBLE - 1 - (rank_key & (VISIBLE - 1)).to(tl.int32)
+    rank_key = tl.where(is_column, rank_key, -1)
     row = tl.load(exact.columns.row + column, mask=is_column, other=0)
-    tl.store(exact.columns.ranked_row + tl.arange(0, VISIBLE), row)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
-    stop = tl.cumsum(count, axis=0)
-    is_exact = is_column & (stop <= exact.budget)
-    num_columns = tl.sum(is_exact.to(tl.int32), axis=0)
-    total = tl.sum(tl.where(is_exact, count, 0), axis=0)
-    earlier = tl.where(is_exact, stop - count, NEVER)
-    shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - (stop - count)
-    tl.store(exact.columns.first + column, earlier, mask=is_column)
+
+    # The largest rank key, three bits at a time, from which on the keys do not fit. A sort takes as
+    # long, and compiles for half a minute.
+    digit = tl.arange(0, 8)
+    largest = tl.full([], 0, rank_key.dtype)
+    for number in tl.range(0, -(-BITS // 3)):
+        shift = tl.maximum(BITS - 3 - 3 * number, 0)
+        candidate = largest + (digit.to(rank_key.dtype) << shift)
+        is_above = rank_key[None, :] >= candidate[:, None]
+        is_over = tl.sum(tl.where(is_above, count[None, :], 0), axis=1) > exact.budget
+        digits = tl.maximum(tl.sum(is_over.to(tl.int32), axis=0) - 1, 0)
+        largest += digits.to(rank_key.dtype) << shift
+    all_fit = tl.sum(count, axis=0) <= exact.budget
+    is_exact = is_column & (all_fit | (rank_key > largest))
+
+    place = tl.cumsum(is_exact.to(tl.int32), axis=0) - 1
+    tl.store(exact.columns.exact_row + place, row, mask=is_exact)
+    count = tl.where(is_exact, count, 0)
+    first = tl.cumsum(count, axis=0) - count
+    tl.store(exact.columns.first + column, tl.where(is_exact, first, NEVER), mask=is_column)
+    total = tl.sum(count, axis=0)
+    tl.store(exact.columns.number, tl.sum(is_exact.to(tl.int32), axis=0))
+    tl.store(exact.columns.number + 1, total)
+    shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - first
+    # Finding places for many ranks at once costs as much as for a few.
+    for start in tl.range(0, total, VISIBLE):
+        rank = start + tl.arange(0, VISIBLE)
+        valid = rank < total
+        places = place_of(rank, first, shift, VISIBLE, SIZES.LOG2_VISIBLE)
+        token = tl.load(exact.leaf_order + places, mask=valid, other=0)
+        tl.store(exact.columns.token + rank, token, mask=valid)
     tl.debug_barrier()
-    return num_columns, total, earlier, shift
 
 
 @triton.jit
-def _take_away(
-    query, tables, exact, num_columns, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
-):
+def _take_away(query, tables, exact, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
     """Take the codewords of the exact columns out of a softmax over all that the tile sees."""
+    num_columns = tl.load(exact.columns.number)
     for start in tl.range(0, num_columns, SIZES.BLOCK_C):
         rank = start + tl.arange(0, SIZES.BLOCK_C)
         valid = rank < num_columns
-        rows = tl.load(exact.columns.ranked_row + rank, mask=valid, other=0)
+        rows = tl.load(exact.columns.exact_row + rank, mask=valid, other=0)
         codes, log_counts, values, shares = load_codewords(
             tables, rows, rows, valid, SIZES, True, RUNNING
         )
@@ -228,26 +247,21 @@ def _attend_tokens(
 
 
 @triton.jit
-def exact_tokens(exact, chosen, first, SIZES: tl.constexpr):
-    """Tokens of the exact keys from rank `first` on, and how many there are.
-
-    Finding places for many ranks at once costs as much as for a few.
-    """
-    _, total, earlier, shift = chosen
-    CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
-    ranks = first + tl.arange(0, CHUNK)
-    places = place_of(ranks, earlier, shift, SIZES.VISIBLE, SIZES.LOG2_VISIBLE)
-    tokens = tl.load(exact.leaf_order + places, mask=ranks < total, other=0)
-    return tokens, tl.minimum(CHUNK, total - first)
+def load_chunk(exact, first, total, CHUNK: tl.constexpr):
+    """The exact keys from rank `first` on: a loop that loads its tokens waits for them."""
+    rank = first + tl.arange(0, CHUNK)
+    return tl.load(exact.columns.token + rank, mask=rank < total, other=0)
 
 
 @triton.jit
-def attend_exact(query, tables, exact, chosen, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
-    """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
-    num_columns, total, _, _ = chosen
-    softmax = _take_away(query, tables, exact, num_columns, softmax, SIZES, RUNNING)
-    for first in tl.range(0, total, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
-        tokens, number = exact_tokens(exact, chosen, first, SIZES)
+def attend_exact(query, tables, exact, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+    """Put the keys of the exact columns, stored by `choose_columns`, in place of codewords."""
+    CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
+    softmax = _take_away(query, tables, exact, softmax, SIZES, RUNNING)
+    total = tl.load(exact.columns.number + 1)
+    for first in tl.range(0, total, CHUNK):
+        tokens = load_chunk(exact, first, total, CHUNK)
+        number = tl.minimum(CHUNK, total - first)
         for start in tl.range(0, number, SIZES.BLOCK_K):
             rank = start + tl.arange(0, SIZES.BLOCK_K)
             token = tl.gather(tokens, rank, axis=0)

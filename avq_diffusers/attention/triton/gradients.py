@@ -71,14 +71,14 @@ def kernel_gradients(
     They are views of new (B, N, H, D) memory, dtype of the queries. Arguments are as in
     `call.kernel_attention`.
     """
-    tokens = dict(zip(Tensors._fields, tensors.tokens, strict=False))
+    tokens = dict(zip(Tensors._fields, tensors.tokens(), strict=False))
     grads = {
         f"grad_{name}": x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
         for name, x in tokens.items()
         if x is not None
     }
     batch, heads, num_queries, head_dim = tensors.query.shape
-    columns = spec.num_visible + spec.exact_keys
+    columns = spec.num_visible() + spec.exact_keys
     columns += 0 if tensors.sink_key is None else tensors.sink_key.shape[2]
     num_tiles = -(-num_queries // spec.query_tile)
     size = max(1, COLUMN_BYTES // (heads * num_tiles * columns * 8 * head_dim))

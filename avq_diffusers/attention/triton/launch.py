@@ -5,7 +5,8 @@ name that is missing raises; a pointer that is absent is None.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -94,7 +95,6 @@ class Launch:
         pointers = [x for name, x in self.arguments.items() if name not in numbers]
         self._addresses = [itemgetter(*_names(x)) for x in pointers]
         self._values = (*numbers.values(), *self.constants.values())
-        self._compiled: Any = None
 
     def __call__(self, addresses: Mapping[str | None, Address], stream: int) -> None:
         """Launch on a stream of the current device.
@@ -110,7 +110,7 @@ class Launch:
             }
             self.kernel[self.grid](**filled, **self.constants)
             return
-        compiled = self._compiled or self._compile()
+        compiled = self.compiled
         arguments = (*[find(addresses) for find in self._addresses], *self._values)
         hooks: tuple[Any, Any] = None, None
         metadata = None
@@ -128,11 +128,12 @@ class Launch:
             *arguments,
         )
 
-    def _compile(self) -> Any:
+    @cached_property
+    def compiled(self) -> Any:
+        """The kernel, compiled for the current device."""
         kinds = {name: each(_representative, x) for name, x in self.arguments.items()}
         constants = self.compiled_constants()
-        self._compiled = self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
-        return self._compiled
+        return self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
 
     def compiled_constants(self) -> dict[str, Any]:
         """The constants as the compiler takes them: what a tuple holds must say that it is one."""
@@ -174,6 +175,7 @@ class Plan:
     def __init__(self, parts: Mapping[str, Part], launches: Sequence[Launch]) -> None:
         self.parts = parts
         self.launches = launches
+        self._is_compiled = _INTERPRETED
         self._starts = {}
         self._size = 0
         for name, part in parts.items():
@@ -196,9 +198,22 @@ class Plan:
             addresses = {name: first + start for name, start in self._starts.items()}
         addresses.update(inputs)
         addresses[None] = None
+        if not self._is_compiled:
+            self._compile(device)
         for launch in self.launches:
             launch(addresses, stream)
         return memory
+
+    def _compile(self, device: torch.device) -> None:
+        """Compile all kernels side by side: most of the compiler runs outside the GIL."""
+
+        def compile_one(launch: Launch) -> None:
+            with torch.cuda.device(device):
+                _ = launch.compiled
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_one, self.launches))
+        self._is_compiled = True
 
     def part(self, memory: Tensor, name: str) -> Tensor:
         """A part of the memory as a tensor."""

@@ -44,12 +44,14 @@ class Strides(NamedTuple):
 class Problem(NamedTuple):
     """A call of the kernels without the contents of its tensors.
 
+    capability: compute capability of the GPU.
     query, key, value, sinks: layouts; `sinks` of sink keys and values, or None.
     query_order, key_order: dtypes, or None.
     reduction: how often tilings are made smaller, for GPUs that lack the resources.
     """
 
     device: torch.device
+    capability: tuple[int, int]
     dtype: torch.dtype
     query: Layout
     key: Layout
@@ -73,6 +75,7 @@ class Problem(NamedTuple):
             sinks = Layout.of(sink_key), Layout.of(sink_value)
         return cls(
             query.device,
+            capability_of(query.device),
             query.dtype,
             Layout.of(query),
             Layout.of(key),
@@ -84,11 +87,6 @@ class Problem(NamedTuple):
             parents is not None,
             spec,
         )
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU."""
-        return capability_of(self.device)
 
     @property
     def instructions(self) -> str:

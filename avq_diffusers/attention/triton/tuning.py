@@ -27,6 +27,8 @@ class AttentionTiling:
 # Most columns of a block, by how often a tiling was made smaller.
 COLUMNS = (128, 32, 16)
 MOST_REDUCED = len(COLUMNS) - 1
+# Where blocks of 32 columns, and updates of 64 parents, spill in float32: RTX 50.
+FEW_REGISTERS = ((12, 0),)
 
 
 def attention_tiling(problem: Problem) -> AttentionTiling:
@@ -67,17 +69,19 @@ def _without_keys(problem: Problem) -> AttentionTiling:
         parents_per_block=max(1, 64 // child_rows),
         parent_block=parent_rows if parent_rows <= 128 else 64,
     )
-    few_parents = max(1, 32 // child_rows)
+    has_few = dtype == torch.float32 and problem.capability in FEW_REGISTERS
+    columns = 16 if has_few else 32
+    few_parents = max(1, columns // child_rows)
     if has_mma and (dtype == torch.float32 or head_dim > 64):
         # mma.sync keeps all operands in registers; this does not spill.
-        return replace(tiling, parents_per_block=few_parents, parent_block=32)
+        return replace(tiling, parents_per_block=few_parents, parent_block=columns)
     if has_mma or dtype == torch.float32:
         return tiling if parent_rows <= 64 else replace(tiling, parents_per_block=few_parents)
     # Measured on an H200: fewer instructions and more programs beat more warps. From 96 columns on
     # a fixed maximum is faster on an H100, but with sink keys it spills.
     running_max = head_dim > 64 and (head_dim < 96 or meets_keys(problem))
     tiling = replace(tiling, num_warps=-(-tile_rows // 32), running_max=running_max)
-    if not spec.refines_some:
+    if not spec.refines_some():
         tiling = replace(tiling, parent_block=32)
     if 64 < head_dim < 96:
         return replace(tiling, rest_columns=32)
@@ -219,7 +223,9 @@ class UpdateTiling:
     num_stages: int
 
 
-def update_tiling(shape: torch.Size, dtype: torch.dtype, parent_rows: int) -> UpdateTiling:
+def update_tiling(
+    capability: tuple[int, int], shape: torch.Size, dtype: torch.dtype, parent_rows: int
+) -> UpdateTiling:
     """The tiling of an update for keys of a shape.
 
     Some hundred programs, whose sums take less memory than their keys.
@@ -229,7 +235,7 @@ def update_tiling(shape: torch.Size, dtype: torch.dtype, parent_rows: int) -> Up
     return UpdateTiling(
         chunk_keys=clamped_power_of_2(batch * heads * num_keys >> 9, 256, 2048),
         keys=32 if is_wide else 64,
-        parents=min(64, parent_rows),
+        parents=min(32 if is_wide and capability in FEW_REGISTERS else 64, parent_rows),
         rows=16,
         num_warps=4,
         num_stages=1 if is_wide else 3,

@@ -27,6 +27,7 @@ from avq_diffusers.attention.triton.launch import (
     Pointer,
     address,
     aligned,
+    capability_of,
     group,
     kernel_layout,
 )
@@ -57,7 +58,8 @@ def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor
     parents = None
     for _ in range(spec.num_updates):
         has_parents = parents is not None
-        plan = _plan(key.device, key.dtype, Layout.of(key), order_dtype, has_parents, spec)
+        gpu = key.device, capability_of(key.device)
+        plan = _plan(*gpu, key.dtype, Layout.of(key), order_dtype, has_parents, spec)
         inputs = {"key": address(key), "key_order": address(key_order), "parents": address(parents)}
         parents = plan.part(plan.run(inputs, key.device), "updated")
     assert parents is not None
@@ -74,6 +76,7 @@ class SumPointers(NamedTuple):
 @lru_cache(MOST_PLANS)
 def _plan(
     device: torch.device,  # launches belong to one
+    capability: tuple[int, int],
     dtype: torch.dtype,
     key: Layout,
     order_dtype: torch.dtype | None,
@@ -83,7 +86,7 @@ def _plan(
     """One update of parents that are given, or else keys."""
     batch, num_heads, num_keys, head_dim = key.shape
     padded_dim, parent_rows, _ = padded_sizes(head_dim, spec.num_parents, 0)
-    tiling = update_tiling(key.shape, dtype, parent_rows)
+    tiling = update_tiling(capability, key.shape, dtype, parent_rows)
     num_chunks = -(-num_keys // tiling.chunk_keys)
     align, (key_strides,) = strides_of(key)
     heads = (batch, num_heads)

@@ -1,0 +1,247 @@
+"""What the compiler makes of every kernel, for GPUs that are not there: `bench variants`.
+
+Triton compiles for any compute capability and brings NVIDIA's assembler and disassembler, so this
+needs no GPU. It keeps what it has compiled: after a kill, the same command goes on where it was.
+Works only in a process that does not interpret kernels.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from avq_diffusers.attention.limits import LIMITS, matrix_instructions
+from avq_diffusers.attention.spec import Spec
+from avq_diffusers.attention.triton import call, gradients, updates
+from avq_diffusers.attention.triton.launch import Launch, Pointer, each
+from avq_diffusers.attention.triton.problem import Layout, Problem
+from eval.names import parse_method
+from eval.store.markdown import markdown_table, rows_table
+
+Row = dict[str, Any]
+
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+HEAD_DIMS = (40, 64, 80, 128)
+# Codewords of a codebook, those of the call's keys with an update, and exact keys.
+METHODS = ("M64P16C8", "M64P16C8/own1", "M64P16C8E256/own")
+SINKS = (0, 333)
+BATCH, HEADS, TOKENS = 2, 8, 4096
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+# Kibibytes of shared memory that a program may have.
+MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+MOST_SPILLED = 0.01
+
+
+class Case(NamedTuple):
+    """A call whose kernels are compiled, for compute capability `capability` (86 is sm_86)."""
+
+    capability: int
+    dtype: torch.dtype
+    head_dim: int
+    method: str
+    sinks: int
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the kernels serve it."""
+        is_wide = self.head_dim > LIMITS["triton"]["head dim of float32"].value
+        has_wgmma = matrix_instructions(divmod(self.capability, 10)) == "wgmma"
+        return self.dtype != torch.float32 or has_wgmma or not is_wide
+
+
+def variant_rows(cases: Iterable[Case]) -> list[Row]:
+    """What each kernel of the cases costs. A kernel of several is a row of the first.
+
+    registers: per thread.
+    stack: bytes per thread; more than 0 is a spill or an array that is indexed at run time.
+    shared: bytes per program, with the buffers of software pipelining.
+    tensor_memory: columns per program, of 512.
+    instructions, spilled: number, loops counted once, and the share that moves spilled registers.
+    narrow_loads: how many load two bytes.
+    hopper_products: how many are products of warp groups.
+    """
+    rows: dict[str, Row] = {}
+    for case in tqdm([case for case in cases if case.is_served], "calls"):
+        for launch in launches(case):
+            compiled = compiled_for(launch, case.capability)
+            if compiled.hash not in rows:
+                named = case._asdict() | {"dtype": str(case.dtype).removeprefix("torch.")}
+                name = launch.kernel.__name__.removesuffix("_kernel")
+                rows[compiled.hash] = {"kernel": name, **named, **costs(compiled)}
+    return list(rows.values())
+
+
+def is_within(row: Row) -> bool:
+    """Whether a kernel spills little and fits the GPU."""
+    is_small = row["shared"] <= MOST_SHARED[row["capability"]] << 10
+    return row["spilled"] <= MOST_SPILLED and is_small and row["tensor_memory"] <= 512
+
+
+def variants_table(rows: Sequence[Row]) -> str:
+    """The worst of all head dims for each kernel, call and capability, and what misses a bound."""
+    names = list(dict.fromkeys((x["kernel"], x["method"], x["sinks"]) for x in rows))
+    capabilities = list(dict.fromkeys(row["capability"] for row in rows))
+    cells = []
+    for name in names:
+        found = [row for row in rows if (row["kernel"], row["method"], row["sinks"]) == name]
+        of_each = ([x for x in found if x["capability"] == each] for each in capabilities)
+        cells.append([*map(str, name), *map(_worst, of_each)])
+    header = ["kernel", "call", "sinks", *(f"sm_{each}" for each in capabilities)]
+    missed = [row for row in rows if not is_within(row)]
+    columns = {
+        "kernel": "kernel",
+        "call": "method",
+        "sinks": "sinks",
+        "target": lambda row: f"sm_{row['capability']}",
+        "head dim": "head_dim",
+        "registers": "registers",
+        "spilled": lambda row: f"{row['spilled']:.1%}",
+        "stack": "stack",
+        "shared KiB": lambda row: row["shared"] / 1024,
+        "tensor memory": "tensor_memory",
+    }
+    return (
+        f"{len(rows)} kernels, of which {len(missed)} miss a bound. Registers per thread, share of "
+        f"instructions that spill, KiB of shared memory:\n\n{markdown_table(header, cells)}\n\n"
+        f"More than {MOST_SPILLED:.0%} spilled, or more memory than the GPU has:\n\n"
+        f"{rows_table(columns, missed)}"
+    )
+
+
+def variants_page(documents: Iterable[Mapping[str, Any]]) -> str:
+    """The tables of several results as a page of Markdown."""
+    parts = [
+        f"## {document['rows'][0]['dtype']}\n\n`{document['command']}`, Triton "
+        f"{document['environment']['triton']}, {document['environment']['commit'][:9]}. "
+        f"{variants_table(document['rows'])}\n"
+        for document in documents
+    ]
+    return "\n".join(["# Compiled variants\n", *parts])
+
+
+def _worst(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "-"
+    registers, spilled, shared = (
+        max(row[name] for row in rows) for name in ("registers", "spilled", "shared")
+    )
+    return f"{registers}, {spilled:.1%}, {shared / 1024:.0f}"
+
+
+def launches(case: Case) -> list[Launch]:
+    """All launches of a call: the forward pass, updates of parents and, if served, gradients."""
+    method = parse_method(case.method, levels=(0,))
+    config, device, order = method.config, torch.device("cpu"), torch.int64
+    tokens, sinks = (
+        Layout(
+            torch.Size((BATCH, HEADS, number, case.head_dim)),
+            (number * HEADS * case.head_dim, case.head_dim, HEADS * case.head_dim, 1),
+        )
+        for number in (TOKENS, case.sinks)
+    )
+    spec = Spec(
+        config.num_parents,
+        config.num_children,
+        config.num_refined,
+        config.exact_keys,
+        config.num_updates,
+        config.query_tile,
+        config.codewords == "means",
+        scale=0.1,
+    )
+    problem = Problem(
+        device=device,
+        capability=divmod(case.capability, 10),
+        dtype=case.dtype,
+        query=tokens,
+        key=tokens,
+        value=tokens,
+        sinks=(sinks, sinks) if case.sinks else None,
+        query_order=order,
+        key_order=order if method.own else None,
+        is_stored=not method.own,
+        has_parents=spec.num_updates > 0,
+        spec=spec,
+    )
+    found = list(call._plan(problem).launches)
+    gpu = device, problem.capability
+    for index in range(spec.num_updates):
+        plan = updates._plan(*gpu, case.dtype, tokens, order, index > 0, spec)
+        found += plan.launches
+    if gradients.serves(torch.empty(0, dtype=case.dtype), means=spec.means):
+        found += gradients._plan(problem, tokens).launches
+    return found
+
+
+def compiled_for(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
+    """The kernel, compiled as it is launched. Triton keeps it on disk."""
+    names = launch.kernel.arg_names
+    signature = {name: each(_kind_of, launch.arguments.get(name)) for name in names}
+    constants = {(names.index(name),): x for name, x in launch.compiled_constants().items()}
+    attributes = {}
+    for path, kind in _leaves(tuple(signature.values())):
+        if kind == "constexpr":
+            constants.setdefault(path, None)
+        elif kind.startswith("*"):  # torch aligns what it allocates
+            attributes[path] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
+    return triton.compile(source, GPUTarget("cuda", capability, 32), launch.options)
+
+
+def costs(compiled: triton.compiler.CompiledKernel) -> Row:
+    """The fields of a row that say what one program costs, from its machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [str(CUOBJDUMP), "-res-usage", "-sass", cubin.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)"
+    opcodes = re.findall(line, text, re.MULTILINE)
+
+    def count(*prefixes: str) -> int:
+        return sum(opcode.startswith(prefixes) for opcode in opcodes)
+
+    return {
+        "registers": int(registers),
+        "spilled": count("LDL", "STL") / len(opcodes),
+        "stack": int(stack),
+        "shared": compiled.metadata.shared,
+        "tensor_memory": compiled.metadata.tmem_size,
+        "instructions": len(opcodes),
+        "narrow_loads": count("LDG.E.U16"),
+        "hopper_products": count("HGMMA"),
+    }
+
+
+def _kind_of(value: Pointer | int | None) -> str:
+    """How the compiler writes the type of an argument."""
+    if isinstance(value, Pointer):
+        return POINTERS[value.dtype]
+    return "constexpr" if value is None else "i32"
+
+
+def _leaves(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """All types in nested tuples, with where they are."""
+    if isinstance(value, tuple):
+        for place, item in enumerate(value):
+            yield from _leaves(item, (*path, place))
+    else:
+        yield path, value

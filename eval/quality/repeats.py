@@ -1,0 +1,122 @@
+"""Calls of exact runs, repeated by other attention: errors of the output, times of a step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from avq_diffusers.hosts import sampling_weights, select_layers
+from eval.benchmarks.timing import block_ms, in_turns
+from eval.methods import network_of
+
+TURNS = 7
+
+
+class Call(NamedTuple):
+    """A call of the UNet or transformer of an exact run.
+
+    Attributes:
+        prompts: numbers of the prompts in its batch, once or twice (guidance).
+        weight: of its error in that of a run.
+        args, kwargs: of the call.
+        output: exact, (B, ...).
+    """
+
+    prompts: range
+    weight: float
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+
+@torch.no_grad()
+def recorded_calls(
+    pipe: DiffusionPipeline,
+    prompts: Sequence[str],
+    first_seed: int,
+    batch_size: int,
+    **arguments: Any,
+) -> list[Call]:
+    """Record the calls of exact runs; prompt i has noise of seed `first_seed + i`."""
+    weights = _weights(pipe, arguments["num_inference_steps"])
+    calls: list[Call] = []
+    batch = range(0)
+
+    def record(network: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        weight = 1.0 if weights is None else float(weights[int(timestep.flatten()[0])])
+        calls.append(Call(batch, weight, args, kwargs, output[0].clone()))
+
+    handle = network_of(pipe).register_forward_hook(record, with_kwargs=True)
+    try:
+        for start in range(0, len(prompts), batch_size):
+            batch = range(start, min(start + batch_size, len(prompts)))
+            seeds = [torch.Generator().manual_seed(first_seed + number) for number in batch]
+            chosen = [prompts[number] for number in batch]
+            pipe(chosen, generator=seeds, output_type="latent", **arguments)
+    finally:
+        handle.remove()
+    return calls
+
+
+@torch.no_grad()
+def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[Call]) -> list[float]:
+    """The error of the output of each prompt, |model - exact| / |exact| over its calls."""
+    network = network_of(pipe)
+    sums = torch.zeros(1 + max(call.prompts[-1] for call in calls), 2, dtype=torch.float64)
+    for call in calls:
+        exact = call.output.float()
+        found = network(*call.args, **call.kwargs)[0].float()
+        squares = torch.stack([found - exact, exact]).square().flatten(2).sum(dim=2)
+        of_prompts = squares.unflatten(1, (-1, len(call.prompts))).sum(dim=1)
+        sums[list(call.prompts)] += call.weight * of_prompts.T.cpu().double()
+    return (sums[:, 0] / sums[:, 1]).sqrt().tolist()
+
+
+class Steps:
+    """Steps captured in CUDA graphs, to be timed in turns.
+
+    A step that changes along the denoising is captured at each of the calls.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, calls: Sequence[Call]) -> None:
+        self.network, self.calls = network_of(pipe), calls
+        self.replays: list[list[Callable[[], None]]] = []
+        self.alive: list[Any] = []
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Capture the calls by the attention that the network has now."""
+        replays = []
+        for call in self.calls:
+            self.network(*call.args, **call.kwargs)  # compiles, and reads the timestep
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                self.network(*call.args, **call.kwargs)
+            replays.append(graph.replay)
+        # Graphs read what AVQ's layers hold, which otherwise goes with `remove_avq`.
+        self.alive += [layer.avq_state for layer in select_layers(self.network)]
+        self.replays.append(replays)
+
+    def milliseconds(self) -> list[float]:
+        """Of a step, the mean over the calls; one number for each `capture`."""
+        device = next(self.network.parameters()).device
+        windows = [partial(_window, replays, device) for replays in self.replays]
+        return [median(times) for times in in_turns(windows, TURNS)]
+
+
+def _window(replays: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    return [mean(block_ms(replay, 1, device) for replay in replays) for _ in range(4)][1:]
+
+
+def _weights(pipe: DiffusionPipeline, num_inference_steps: int) -> Tensor | None:
+    """What an error of a predicted noise adds to the image's, by timestep; None of a velocity."""
+    alphas_cumprod = getattr(pipe.scheduler, "alphas_cumprod", None)
+    if alphas_cumprod is None:
+        return None
+    return sampling_weights(alphas_cumprod.double(), num_inference_steps)
