@@ -247,7 +247,7 @@ def scenes_command(
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
         save_json(path, command=command_line(), device=device, **protocol, rows=[*rows, *kept])
-    print(scenes_table(rows))
+    print(f"{scenes_table(rows)}\nresults: {path}")
 
 
 @app.command("merge")
