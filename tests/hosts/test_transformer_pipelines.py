@@ -1,10 +1,15 @@
 """Pipelines with a transformer, and what users switch on beside AVQ."""
 
+import inspect
+
+import diffusers
 import pytest
 import torch
 from accelerate import cpu_offload
 from checks import differ, kinds
 from diffusers import (
+    CogVideoXDDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
     FluxControlNetModel,
     FluxImg2ImgPipeline,
     SD3ControlNetModel,
@@ -14,7 +19,9 @@ from diffusers import (
     StableDiffusion3PAGPipeline,
 )
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+from hosts.zoo import padding, zoo_transformer
 from peft import LoraConfig, get_peft_model
+from tiny import quiet
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -269,3 +276,35 @@ def test_peft_model():
     assert summary(wrapped).rows[0].name == "transformer_blocks.0.attn"
     remove_avq(wrapped)
     assert torch.equal(predict(model), exact)
+
+
+TEXT, SEEN = torch.randn(1, 24, 32), {"prompt_attention_mask": padding()[1:].long()}
+NEGATIVE = {"negative_prompt_embeds": TEXT, "negative_prompt_attention_mask": padding()[:1].long()}
+POOLED = {"pooled_prompt_embeds": torch.ones(1, 16)}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("CogVideoX", {"num_frames": 9, "negative_prompt_embeds": TEXT}),
+        ("Mochi", {"num_frames": 13, **SEEN, **NEGATIVE}),
+        ("HunyuanVideo", {"num_frames": 9, **SEEN, **POOLED}),
+    ],
+)
+def test_calls_of_video_pipelines(name, arguments):
+    """Catches masks, batches and sizes that only the tests' own calls of models have."""
+    cls = getattr(diffusers, f"{name}Pipeline")
+    scheduler = CogVideoXDDIMScheduler if "Cog" in name else FlowMatchEulerDiscreteScheduler
+    parts = dict.fromkeys(inspect.signature(cls).parameters)
+    parts |= {"transformer": zoo_transformer(f"{name}Transformer3DModel"), "scheduler": scheduler()}
+    pipe = quiet(cls(**parts))
+    arguments = arguments | {"prompt_embeds": TEXT, "height": 128, "width": 192}
+
+    def run():
+        common = {"num_inference_steps": 2, "output_type": "latent"}
+        return pipe(**arguments, **common, generator=torch.Generator().manual_seed(0)).frames
+
+    exact = run()
+    apply_avq(pipe, EXACT)
+    assert (run() - exact).norm() < 1e-5 * exact.norm()
+    assert kinds(pipe) == {"AVQ"}

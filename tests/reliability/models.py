@@ -53,6 +53,7 @@ BUT_FOR = {
     ),
     "QwenImage21Transformer2DModel": "the first step of a prompt runs exact",
     "Lumina2Transformer2DModel": "batches with texts of several lengths run exact",
+    "LTXVideoTransformer3DModel": "calls by coordinates (LTXCondition) run exact",
     "LTX2VideoTransformer3DModel": "calls with frames beside the video run exact",
     "MotifVideoTransformer3DModel": "its decoder layers, if it has any, run exact",
     "Kandinsky5Transformer3DModel": "calls with its own sparse attention run exact",
