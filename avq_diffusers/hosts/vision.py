@@ -76,9 +76,9 @@ def _has_other_function(module: Any, state: LayerState) -> bool:
     """Whether that is neither transformers' nor the model's, and so may act on attention scores."""
     function = _previous_function(module, state)
     function = getattr(function, "func", function)  # kernels of the Hub are partial functions
-    space = getattr(function, "__globals__", {})
-    is_of_model = space is _forward_of(module).__globals__
-    return not is_of_model and not space.get("__name__", "").startswith("transformers.")
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    is_of_model = home == _forward_of(module).__globals__["__name__"]
+    return not is_of_model and not home.startswith("transformers.")
 
 
 def _tells_keys_apart(attention_mask: Any) -> bool:

@@ -17,13 +17,13 @@ OTHER_SIZES = (
     "--capabilities 80,90,120 --head-dims 64 --sinks 0 --methods "
     "M128P32C8,M128P32C8/means,M128P32C8/own,M64P16C32/own,M192/own"
 )
-# Shares of instructions that may spill where more than 1 % is known, by capability and kernel. On
+# Shares of instructions that may spill where more than 1 % is known, by kernel and capability. On
 # Hopper a limit on registers makes room for more programs.
 MOST_SPILLED = {
-    (90, "attention"): 0.025,
-    **{(each, "column_gradients"): 0.05 for each in (80, 86, 89, 90)},
-    **{(each, "aggregate"): 0.025 for each in (86, 89)},
-    (120, "column_gradients"): 0.025,
+    "attention": {90: 0.025},
+    "aggregate": {86: 0.025, 89: 0.025, 90: 0.025, 100: 0.0125},
+    "column_gradients": {80: 0.05, 86: 0.05, 89: 0.05, 90: 0.05, 100: 0.02, 120: 0.03},
+    "key_gradients": {90: 0.03},
 }
 
 
@@ -46,7 +46,7 @@ def test_kernels_compile_to_what_was_meant(options, tmp_path):
     assert {row["kernel"] for row in rows} >= {"sort", "aggregate", "attention"}
     for row in rows:
         capability, kernel, is_hopper = row["capability"], row["kernel"], row["capability"] == 90
-        assert row["spilled"] <= MOST_SPILLED.get((capability, kernel), 0.01), row
+        assert row["spilled"] <= MOST_SPILLED.get(kernel, {}).get(capability, 0.01), row
         is_backward = is_hopper and "gradients" in kernel
         assert row["shared"] <= (99 if capability != 100 and not is_backward else 227) << 10, row
         assert row["tensor_memory"] <= 512, row
