@@ -1,26 +1,32 @@
 """Pipelines with a transformer, and what users switch on beside AVQ."""
 
 import inspect
+from functools import partial
 
 import diffusers
 import pytest
 import torch
 from accelerate import cpu_offload
-from checks import differ, kinds
+from checks import calls, differ, kinds
 from diffusers import (
     CogVideoXDDIMScheduler,
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
     FluxControlNetModel,
     FluxImg2ImgPipeline,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
     SD3ControlNetModel,
     StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
     StableDiffusion3PAGPipeline,
+    TaylorSeerCacheConfig,
 )
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from hosts.zoo import padding, zoo_transformer
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tiny import quiet
 from tiny_transformers import (
     CONFIG,
@@ -50,15 +56,20 @@ PIPES = [case("SD3", sd3_pipe), case("Flux", flux_pipe)]
 IMAGE = {"image": torch.rand(1, 3, 32, 48), "strength": 1.0}
 LEFT_HALF = (torch.arange(48) < 24).float().expand(1, 1, 32, -1)
 OFFLOAD = "offload of transformers"
+NUM_STEPS = 6  # with a cache
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
 
 
-def check_close(pipe, **arguments):
-    """With all keys exact the image is the exact one, and every call ran AVQ."""
+def check_avq(pipe, **arguments):
+    """With all keys exact the image is the exact one, with fewer that of the definition."""
     exact = draw(pipe, **arguments)
     close = draw(apply_avq(pipe, EXACT), **arguments)
     assert kinds(pipe) == {"AVQ"}
     assert (close - exact).norm() < 1e-4 * exact.norm()
+    avq = draw(apply_avq(pipe, CONFIG), **arguments)
+    assert differ(avq, exact)
+    defined = draw(apply_avq(pipe, CONFIG, backend="reference"), **arguments)
+    assert (avq - defined).norm() < 1e-4 * defined.norm()
     assert torch.equal(draw(remove_avq(pipe), **arguments), exact)
     return exact
 
@@ -83,8 +94,8 @@ class TestPipelines:
     def test_on_and_off(self, make, tmp_path):
         """And saved without AVQ."""
         pipe = make()
-        check_close(pipe, num_images_per_prompt=2, guidance_scale=1.0)
-        exact = check_close(pipe)
+        check_avq(pipe, num_images_per_prompt=2, guidance_scale=1.0)
+        exact = check_avq(pipe)
         avq = draw(apply_avq(pipe, CONFIG))
         assert differ(avq, exact)
         with avq_disabled(pipe):
@@ -95,12 +106,82 @@ class TestPipelines:
         pipe.save_pretrained(tmp_path)
         assert torch.equal(draw(type(pipe).from_pretrained(tmp_path)), exact)
 
-    @feature("LoRA of transformers")
-    def test_lora(self, make):
-        pipe = make()
-        plain = draw(pipe)
-        pipe.transformer.add_adapter(LORA)
-        assert differ(check_close(pipe), plain)
+    @feature("LoRA of transformers (load/fuse/unload)")
+    def test_lora(self, make, tmp_path):
+        """One that comes and goes while AVQ is on."""
+        pipe, source = make(), make().transformer
+        source.add_adapter(LORA)
+        pipe.save_lora_weights(tmp_path, get_peft_model_state_dict(source))
+        plain = draw(apply_avq(pipe, CONFIG))
+        pipe.load_lora_weights(tmp_path)
+        adapted = draw(pipe)
+        assert differ(adapted, plain)
+        for change, expected in (
+            (pipe.fuse_lora, adapted),
+            (pipe.unfuse_lora, adapted),
+            (pipe.unload_lora_weights, plain),
+        ):
+            check_avq(remove_avq(pipe))
+            apply_avq(pipe, CONFIG)
+            change()
+            assert (draw(pipe) - expected).norm() < 1e-4 * expected.norm()
+            assert kinds(pipe) == {"AVQ"}
+
+
+def mag_cache(pipe):
+    steps = {"retention_ratio": 0.2, "num_inference_steps": NUM_STEPS, "max_skip_steps": 1}
+    return MagCacheConfig(threshold=1.0, mag_ratios=[1.0] * NUM_STEPS, **steps)
+
+
+def taylorseer(pipe, **options):
+    every_other = {"cache_interval": 2, "disable_cache_before_step": 2}
+    return TaylorSeerCacheConfig(taylor_factors_dtype=torch.float32, **every_other, **options)
+
+
+def broadcast(pipe):
+    return PyramidAttentionBroadcastConfig(2, current_timestep_callback=lambda: 500)
+
+
+def faster_cache(pipe):
+    return FasterCacheConfig(
+        spatial_attention_timestep_skip_range=(-1, 999),
+        is_guidance_distilled=True,
+        attention_weight_callback=lambda module: 0.3,
+        current_timestep_callback=lambda: pipe.current_timestep,
+    )
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        case("FirstBlockCache", lambda pipe: FirstBlockCacheConfig(threshold=1e9)),
+        case("MagCache", mag_cache),
+        case("TaylorSeer", taylorseer),
+        case("TaylorSeer", partial(taylorseer, use_lite_mode=True)),
+        case("PyramidAttentionBroadcast", broadcast),
+        case("FasterCache", faster_cache),
+    ],
+)
+def test_caches(cache):
+    """Catches AVQ that waits for a layer or block which the cache skips, and another result where
+    the cache comes after AVQ."""
+    pipe = flux_pipe()
+    steps = {"num_inference_steps": NUM_STEPS}
+    plain, config = draw(pipe, **steps), cache(pipe)
+    pipe.transformer.enable_cache(config)
+    exact = check_avq(pipe, **steps)
+    assert not torch.equal(exact, plain)
+    avq = draw(apply_avq(pipe, CONFIG), **steps)
+    found = calls(pipe)
+    assert found[-1]["AVQ"] < NUM_STEPS
+    pipe.transformer.disable_cache()
+    apply_avq(pipe, CONFIG)
+    pipe.transformer.enable_cache(config)
+    assert torch.equal(draw(pipe, **steps), avq)
+    assert calls(pipe) == found
+    assert torch.equal(draw(remove_avq(pipe), **steps), exact)
+    pipe.transformer.disable_cache()
+    assert torch.equal(draw(pipe, **steps), plain)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +200,7 @@ class TestPipelines:
 def test_beside(make, prepare):
     pipe = make()
     prepare(pipe.transformer)
-    check_close(pipe)
+    check_avq(pipe)
 
 
 @pytest.mark.gpu
@@ -162,13 +243,13 @@ def inpainting_pipe():
     ],
 )
 def test_images(make, arguments):
-    check_close(make(), **arguments)
+    check_avq(make(), **arguments)
 
 
 @feature("skip-layer guidance of SD3")
 def test_skip_layer_guidance():
     pipe = sd3_pipe()
-    guided = check_close(
+    guided = check_avq(
         pipe,
         skip_guidance_layers=[1],
         skip_layer_guidance_start=0.0,
@@ -238,7 +319,7 @@ def test_controlnet():
     controlnet = active(SD3ControlNetModel, config)
     pipe = sd3_pipe(StableDiffusion3ControlNetPipeline, controlnet=controlnet)
     image = {"control_image": torch.rand(1, 3, 32, 48)}
-    exact = check_close(pipe, **image)
+    exact = check_avq(pipe, **image)
     assert differ(exact, draw(pipe, **image, controlnet_conditioning_scale=0.0))
     apply_avq(controlnet, EXACT)
     both = draw(apply_avq(pipe, EXACT), **image)

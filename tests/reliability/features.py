@@ -66,13 +66,16 @@ GROUPS = {
         *("img2img of SD3", "inpainting of SD3", "img2img of Flux"),
         *("ControlNet of SD3", "ControlNet of Flux", "skip-layer guidance of SD3"),
         *("PAG of SD3 (runs exact)", "IP-Adapter of SD3 (kept)", "IP-Adapter of Flux"),
-        *("other processors of SD3 (kept)", "LoRA of transformers", "offload of transformers"),
-        *("layerwise casting of transformers", "first-block cache of Flux"),
+        *("other processors of SD3 (kept)", "LoRA of transformers (load/fuse/unload)"),
+        *("offload of transformers", "layerwise casting of transformers"),
         *("gradient checkpointing of SD3", "gradient checkpointing of Flux"),
         *("blocks of SD3 compiled one by one", "repeated blocks of Flux compiled"),
         "fused projections of SD3 (replace AVQ: reported)",
         *("fused projections of Flux", "torch.compile of transformers (one graph)"),
         *("transformers in several threads", "PEFT model of a transformer"),
+    ),
+    "Caches of transformers, tiny": (
+        *("FirstBlockCache", "MagCache", "TaylorSeer", "PyramidAttentionBroadcast", "FasterCache"),
     ),
     "UNets at full size, random weights": (
         *("SD1.5 at full size", "SD 2.1 at full size"),
