@@ -48,7 +48,7 @@ def test_new_results_make_new_pages(results, monkeypatch):
     assert {path.stem for path in results.glob("*.md")} == {*PAGES}
     page = (results / "speed.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| SD1.5 | 1024²")]
-    assert row.split(" | ")[2:7] == ["1230", "100", "12.34", "-", "90"]
+    assert row.split(" | ")[2:8] == ["1230", "100", "12.34", "-", "-", "90"]
     assert "12.34 at 1024²" in page
     assert "at most 14% longer" in page
     hardware = (results / "hardware.md").read_text()
