@@ -17,6 +17,8 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
+LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents, of which each tile
+of queries refines P into C children each, and E exact keys; calls: of the layer, one a step"""
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which on images look so
 
 
@@ -60,7 +62,7 @@ def generate_image(
         table=report.cells(),
     )
     save_sheet(sheet, out)
-    print(report)
+    print(f"{report}\n{LEGEND}\n")
     closer = f"--tolerance {0.02 if tolerance is None else tolerance / 4:g}"
     print(outcome(avq, exact, closer if model.codebooks is None else "a larger --num-refined"))
     if tolerance is not None:
