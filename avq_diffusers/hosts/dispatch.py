@@ -35,6 +35,7 @@ OTHER_KEYS = "other keys than queries"
 # Not a member of the Enum, which lists what users may name.
 AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq_layer")
 AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ_LAYER", "avq_layer"
+AVQ_BACKEND.__deepcopy__ = lambda memo: AVQ_BACKEND  # Python 3.10 would look for a member
 
 
 class Previous(NamedTuple):
