@@ -43,6 +43,8 @@ from tiny_transformers import (
 )
 
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, set_num_refined, summary
+from avq_diffusers.cli.codebooks import codeword_source
+from avq_diffusers.cli.request import ModelRequest
 
 feature = pytest.mark.feature
 
@@ -58,6 +60,16 @@ LEFT_HALF = (torch.arange(48) < 24).float().expand(1, 1, 32, -1)
 OFFLOAD = "offload of transformers"
 NUM_STEPS = 6  # with a cache
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize("make", [sd3_pipe, flux_pipe])
+def test_default_sizes(make):
+    """Catches the default of UNets, which costs transformers their detail, here or in commands."""
+    pipe, sizes = make(), "M128P32C8E1024"
+    request = ModelRequest.from_options("model", None, None, None, "transformer_blocks.0", None)
+    config = codeword_source(pipe, request)
+    assert (str(config), config.exact) == (sizes, ("transformer_blocks.0",))
+    assert {row.config for row in summary(apply_avq(pipe)).rows} == {sizes}
 
 
 def check_avq(pipe, **arguments):
