@@ -271,17 +271,19 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
             the pipeline has AVQ or LinFusion already.
     """
     _refuse_changed(pipe)
-    parsed = parse_method(method.name, method.levels)
-    if parsed.source == EXACT:
+    word = method.name.partition("@")[0]
+    if word == EXACT:
         yield
-    elif parsed.source in (NO_ATTENTION, *PEERS):
-        attend = own_values if parsed.source == NO_ATTENTION else partial(peer_attention, parsed)
+    elif word in (NO_ATTENTION, *PEERS):
+        parsed = parse_method(method.name, method.levels)
+        attend = own_values if word == NO_ATTENTION else partial(peer_attention, parsed)
         network, config = network_of(pipe), AVQConfig(levels=method.levels)
         names = [layer.name for layer in select_layers(network, method.levels)]
         with attention_replaced(network, dict.fromkeys(names, attend), config):
             yield
-    elif parsed.source == TOME:
-        with merged_tokens(pipe.unet, method.levels, parsed.setting):
+    elif word == TOME:
+        ratio = parse_method(method.name, method.levels).setting
+        with merged_tokens(pipe.unet, method.levels, ratio):
             yield
     elif method.linfusion is not None:
         with layers_run_by(pipe.unet, method.linfusion):
