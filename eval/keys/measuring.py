@@ -39,6 +39,7 @@ from eval.names import (
     PISA,
     PISA_ZEROTH,
     POOLED,
+    TOME,
     MethodName,
     parse_method,
 )
@@ -221,6 +222,8 @@ def scheme_of(method: MethodName) -> str:
     """What a curve has in common: how codewords come about, but not how many they are."""
     if method.source in PEERS:
         return KINDS[method.kind].label.rpartition(", ")[0]  # without the setting
+    if method.source == TOME:
+        return KINDS[method.kind].label.partition(" ")[0]
     if method.config is None:
         return "pooled blocks" if method.source == POOLED else method.source
     config = method.config
