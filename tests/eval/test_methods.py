@@ -5,8 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from eval_helpers import prepare, watched
 from tiny import draw, random_codebooks, tiny_pipe, tiny_unet
+from tiny_transformers import predict, sd3_pipe
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -18,6 +20,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
+from eval import methods
 from eval.methods import Method, attention_method, load_methods
 from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
 
@@ -253,3 +256,19 @@ def test_folders_may_have_any_name(distilled, tmp_path, monkeypatch):
             prepare(pipe, name)
         (method,) = prepare(pipe, f"./{name}")
         assert method.sha256 is not None
+
+
+def test_peers_meet_all_tokens_in_an_order_of_neighbours(monkeypatch):
+    """Catches outputs that stay in that order, and a text whose keys are missing."""
+    pipe, orders = sd3_pipe(), []
+    exact = predict(pipe.transformer)
+
+    def attend(source, setting, inputs, scale):
+        orders.append((source, setting, inputs[0].shape == inputs[1].shape))
+        return F.scaled_dot_product_attention(*inputs, scale=scale)
+
+    monkeypatch.setattr(methods, "attention_in_order", attend)
+    with attention_method(pipe, Method("pisa@.15", (0,))):
+        found = predict(pipe.transformer)
+    torch.testing.assert_close(found, exact)
+    assert orders == [("pisa", 0.15, True)] * len(select_layers(pipe.transformer))
