@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from avq_diffusers.hosts.dispatch import DispatchHost, TransformerWatch
-from avq_diffusers.hosts.host import Others, Watch
+from avq_diffusers.hosts.host import Host, Others, Watch
 from avq_diffusers.hosts.layers import Layer, own_name
 from avq_diffusers.hosts.state import REST, Tokens
 from avq_diffusers.hosts.unet import level_of
@@ -22,6 +22,7 @@ class AddedHost(DispatchHost):
     """The attention of a UNet's blocks to their image and the text."""
 
     kind = "UNet"
+    usual_sizes = Host.usual_sizes  # those of UNets
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)

@@ -25,6 +25,7 @@ from diffusers import (
     TaylorSeerCacheConfig,
 )
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+from hosts.kinds import KINDS
 from hosts.zoo import padding, zoo_transformer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tiny import quiet
@@ -70,6 +71,13 @@ def test_default_sizes(make):
     config = codeword_source(pipe, request)
     assert (str(config), config.exact) == (sizes, ("transformer_blocks.0",))
     assert {row.config for row in summary(apply_avq(pipe)).rows} == {sizes}
+
+
+def test_default_sizes_of_a_unet_with_joint_attention():
+    """Catches those of transformers, whose adapter it shares."""
+    (kind,) = (kind for kind in KINDS if kind.name == "Kandinsky 2")
+    configs = {row.config for row in summary(apply_avq(kind.make())).rows}
+    assert configs - {""} == {"M64P16C8"}
 
 
 def check_avq(pipe, **arguments):
