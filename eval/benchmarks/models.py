@@ -31,7 +31,9 @@ SD3_TEXT = 77 + 256  # CLIP's tokens and T5's
 FLUX_TEXT = WAN_TEXT = 512
 WAN_LATENTS = {480: (21, 60, 104), 720: (21, 90, 160)}  # of 81 frames, by lines
 # In all of these the ones that a ratio needs come first, so that a run that is cut off has them.
-TRANSFORMER_METHODS = (CUDNN, "M64P16C8/own", LIMIT, "M64P16C8E256/own", EXACT)
+TRANSFORMER_METHODS = (
+    *(CUDNN, "M64P16C8/own", LIMIT, "M128P32C8E1024/own", "M64P16C8E256/own", EXACT),
+)
 UNET_METHODS = (
     *(EXACT, LIMIT, "M64P16C8/own", "M64P16C8", "M64P16C8/fastest", "M64P16C8/tuned"),
     *("M64P16C8@L0", "M32P8C8", "M128P32C8"),

@@ -152,19 +152,21 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     row = tl.load(exact.columns.row + column, mask=is_column, other=0)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
 
-    # The largest rank key, three bits at a time, from which on the keys do not fit. A sort takes as
-    # long, and compiles for half a minute.
-    digit = tl.arange(0, 8)
-    largest = tl.full([], 0, rank_key.dtype)
-    for number in tl.range(0, -(-BITS // 3)):
-        shift = tl.maximum(BITS - 3 - 3 * number, 0)
-        candidate = largest + (digit.to(rank_key.dtype) << shift)
+    # The column that no longer fits is searched four bits of its rank key at a time, until no other
+    # column shares them. A sort takes as long, and compiles for half a minute.
+    fits = tl.sum(count, axis=0) <= exact.budget
+    digit = tl.arange(0, 16)
+    lowest = tl.full([], 0, rank_key.dtype)
+    shift = tl.full([], BITS, tl.int32)
+    num_left = tl.where(fits, 0, VISIBLE)
+    while num_left > 1:
+        shift = tl.maximum(shift - 4, 0)
+        candidate = lowest + (digit.to(rank_key.dtype) << shift)
         is_above = rank_key[None, :] >= candidate[:, None]
         is_over = tl.sum(tl.where(is_above, count[None, :], 0), axis=1) > exact.budget
-        digits = tl.maximum(tl.sum(is_over.to(tl.int32), axis=0) - 1, 0)
-        largest += digits.to(rank_key.dtype) << shift
-    all_fit = tl.sum(count, axis=0) <= exact.budget
-    is_exact = is_column & (all_fit | (rank_key > largest))
+        lowest += (tl.sum(is_over.to(tl.int32), axis=0) - 1).to(rank_key.dtype) << shift
+        num_left = tl.sum(((rank_key - lowest) >> shift == 0).to(tl.int32), axis=0)
+    is_exact = is_column & (fits | ((rank_key - lowest) >> shift > 0))
 
     place = tl.cumsum(is_exact.to(tl.int32), axis=0) - 1
     tl.store(exact.columns.exact_row + place, row, mask=is_exact)
