@@ -1,7 +1,7 @@
 """UNets that attend to image and text at once: DeepFloyd IF, Kandinsky 2.
 
-Their blocks attend without the spatial transformers of other UNets, to keys of the text before
-those of the image.
+Their attention sits directly in the UNet blocks, without a spatial transformer; text keys come
+before image keys.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from avq_diffusers.hosts.unet import level_of
 
 
 class AddedHost(DispatchHost):
-    """The attention of a UNet's blocks to their image and the text."""
+    """Joint attention to image and text in the blocks of a UNet."""
 
     kind = "UNet"
-    usual_sizes = Host.usual_sizes  # those of UNets
+    usual_sizes = Host.usual_sizes  # the UNet defaults
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
@@ -46,7 +46,7 @@ class AddedHost(DispatchHost):
 
 
 class _BlockWatch(TransformerWatch):
-    """The hooks of a block, whose input is the grid."""
+    """The hooks of a block; the block's input is the grid."""
 
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]

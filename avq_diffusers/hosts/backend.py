@@ -1,6 +1,7 @@
 """AVQ by name: `model.set_attention_backend("avq")` and `with attention_backend("avq")`.
 
-A backend sees tensors only, and AVQ needs the grid and the text: the name means `apply_avq`.
+A backend only sees tensors, but AVQ needs the grid and the text, so the name stands for
+`apply_avq`.
 """
 
 import warnings
@@ -19,19 +20,18 @@ from avq_diffusers.hosts.models import models_of
 from avq_diffusers.hosts.verbs import apply_avq, remove_avq
 
 _CALL = nn.Module.__call__
-# Models that were called inside the open `with attention_backend("avq")`, with whether that gave
-# them AVQ.
+# Models called inside the open `with attention_backend("avq")` -> whether that applied AVQ to them.
 _called: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def register_backend() -> None:
-    """Let diffusers know AVQ by the name `"avq"`, in the whole process.
+    """Register AVQ with diffusers as the attention backend `"avq"`, for the whole process.
 
-    `model.set_attention_backend("avq")` is `apply_avq(model)`; another name, or
-    `model.reset_attention_backend()`, is `remove_avq(model)`. Inside
-    `with attention_backend("avq")`, each model of diffusers gets AVQ when it is first called, until
-    the block ends. What AVQ does not serve there runs diffusers' default backend, and a warning
-    names models that AVQ does not know. A model that has AVQ already keeps it as it is.
+    `model.set_attention_backend("avq")` calls `apply_avq(model)`; any other name, and
+    `model.reset_attention_backend()`, call `remove_avq(model)`. Inside
+    `with attention_backend("avq")`, each diffusers model gets AVQ at its first call and loses it
+    when the block ends. Calls that AVQ does not serve run diffusers' default backend; a warning
+    names models that AVQ does not know. A model that already has AVQ is left unchanged.
     """
     registry, models, modules = _AttentionBackendRegistry, ModelMixin, cast(Any, nn.Module)
     if AVQ_NAME in registry._backends:
@@ -74,7 +74,7 @@ def register_backend() -> None:
 
 
 def _give(model: nn.Module) -> bool:
-    """Apply AVQ to a model without it; return whether it had none."""
+    """Apply AVQ unless the model has it; return whether it was applied."""
     if any(hosted.states for hosted in models_of(model)):
         return False
     apply_avq(model)
@@ -89,7 +89,7 @@ def _take(model: nn.Module) -> None:
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`nn.Module.__call__` inside `with attention_backend("avq")`.
 
-    A hook before all modules would not do: the hooks of a call are chosen before the first runs.
+    A global pre-hook comes too late: PyTorch collects a call's hooks before it runs the first.
     """
     model = module._modules.get(COMPILED, module)
     if isinstance(model, ModelMixin) and not torch.compiler.is_compiling() and model not in _called:

@@ -1,7 +1,7 @@
 """Codebooks from a few prompts or images, without training.
 
-The model runs them with exact attention. Every layer keeps a bounded uniform sample of
-its keys at all timesteps, and k-means fits the layer's two-level codebook to that sample.
+The model runs with exact attention. Each layer keeps a bounded uniform sample of its keys over all
+timesteps, and k-means fits the layer's two-level codebook to that sample.
 """
 
 from collections.abc import Sequence
@@ -50,17 +50,17 @@ def calibrate(
 
     Args:
         pipe: a Stable Diffusion pipeline, or a vision model; left as it was.
-        examples: a handful of prompts such as the pipeline will see, of which number i runs with
-            seed `seed + i`; of a vision model, `pixel_values` as for `measure_error`.
+        examples: a handful of typical prompts; prompt i runs with seed `seed + i`. For a vision
+            model, `pixel_values` as in `measure_error`.
         config: codebook sizes and levels; None is M64P16C8 at the finest level with
             self-attention.
         model: the part of the pipeline to fit codebooks for, such as `pipe.controlnet`; None is its
             UNet.
-        num_inference_steps: denoising steps of each prompt.
+        num_inference_steps: denoising steps per prompt.
         keys_per_layer: size of each layer's key sample.
-        seed: of the noise, the sample and k-means; same seed, same codebooks.
+        seed: seeds the noise, the sample and k-means; the same seed gives the same codebooks.
         progress: show progress bars.
-        **arguments: further arguments of the pipeline's or model's call, such as `height`.
+        **arguments: passed on to the pipeline or model, such as `height`.
 
     Returns:
         Codebooks for `apply_avq`. `codebooks.config["calibration"]` holds the quantization error,
@@ -68,11 +68,11 @@ def calibrate(
 
     Raises:
         TypeError: the model takes no codebooks or needs a pipeline to run, or an argument has the
-            wrong type or is one that is set for each prompt.
-        ValueError: there is no example or step, `config` does not fit the model, there are fewer
-            keys than parents, keys hold NaN or infinity, the UNet has LinFusion layers, or
-            `config.key_norm` is set, which needs training.
-        RuntimeError: AVQ would serve no call of a layer; the message says why.
+            wrong type or is set by this function.
+        ValueError: no examples or steps, `config` does not fit the model, fewer keys than parents,
+            NaN or infinity in the keys, LinFusion layers in the UNet, or `config.key_norm`, which
+            needs training.
+        RuntimeError: AVQ cannot serve any call of a layer; the message says why.
     """
     hosted = main_model(pipe if model is None else model)
     host = hosted.host
@@ -133,10 +133,10 @@ def calibrate(
 
 
 class _LayerSample:
-    """What calibration keeps of one layer: a uniform sample of its keys, and one whole call.
+    """What calibration keeps per layer: a uniform sample of its keys, and one whole call.
 
-    Every key gets a random priority, and the highest ones stay. This samples a stream of unknown
-    length uniformly.
+    Each key gets a random priority and the highest stay, which samples a stream of unknown length
+    uniformly.
     """
 
     def __init__(self, layer: LayerSpec, capacity: int, snapshot_call: int, seed: int) -> None:
@@ -158,7 +158,7 @@ class _LayerSample:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
     ) -> tuple[Tensor, str]:
-        """Exact attention in place of `attention_and_backend`, whose arguments it takes."""
+        """Exact attention with the signature of `attention_and_backend`."""
         if self.num_calls <= self.snapshot_call:  # or the last call, if img2img ends before it
             query_of_last, key_of_last = (x[-1:].detach().float() for x in (query, key))
             self.snapshot = (query_of_last, key_of_last, options["query_order"])
@@ -180,7 +180,7 @@ class _LayerSample:
         return exact, EXACT
 
     def report(self, codebook: Codebook, config: AVQConfig) -> dict[str, float]:
-        """Quantization error and active ratio of the sample, and capture of the whole call."""
+        """Quantization error and active ratio on the sample, capture on the whole call."""
         query, key, order = self.snapshot
         captured = capture(
             query,
@@ -200,6 +200,6 @@ class _LayerSample:
 
 
 def _model_name(pipe: Any) -> str | None:
-    """The Hub id, or the last part of a folder's path."""
+    """The Hub id, or the folder's name."""
     name = name_of(pipe)
     return Path(name).name if name and Path(name).exists() else name

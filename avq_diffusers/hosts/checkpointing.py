@@ -1,8 +1,7 @@
-"""Gradient checkpointing: a block is recomputed with the call that it ran in.
+"""Gradient checkpointing: recompute a block as part of the call it ran in.
 
-diffusers checkpoints the blocks of a transformer one by one. Backward then runs a block again
-without the transformer, when other calls of the UNet may have passed. So the function that the
-checkpoint keeps for the block also holds the call.
+diffusers checkpoints a transformer block by block. Backward reruns a block without its transformer,
+possibly after further UNet calls, so the checkpointed function carries the call along.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from avq_diffusers.hosts.state import Call, LayerState
 
 
 def keep_calls(owner: nn.Module, attn: nn.Module | None = None) -> None:
-    """Make the checkpoints of a module keep the calls of a layer, or of all layers they run."""
+    """Make a module's checkpoints keep the calls of one layer, or of every layer they run."""
     checkpoint: Any = getattr(owner, "_gradient_checkpointing_func", None)
     if not torch.compiler.is_compiling() and not isinstance(checkpoint, _Checkpoint | None):
         vars(owner)["_gradient_checkpointing_func"] = _Checkpoint(checkpoint, attn)
@@ -31,7 +30,7 @@ def forget_calls(module: nn.Module) -> None:
 
 
 class _Checkpoint:
-    """A checkpointing function, called with blocks that hold their call."""
+    """A checkpointing function that passes on blocks bound to their call."""
 
     def __init__(self, function: Callable[..., Tensor], attn: nn.Module | None) -> None:
         self.function = function
@@ -59,8 +58,8 @@ class _BlockInCall:
     def __call__(self, *args: Any) -> Tensor:
         if any(vars(attn).get(ATTRIBUTE) is not state for attn, (state, _) in self.calls.items()):
             raise RuntimeError(
-                "backward must come before remove_avq and the next apply_avq, but a checkpointed "
-                "block has lost the AVQ that it ran with; run backward first."
+                "a checkpointed block no longer has the AVQ that it ran with; run backward before "
+                "remove_avq or another apply_avq."
             )
         with ExitStack() as stack:
             for state, call in self.calls.values():

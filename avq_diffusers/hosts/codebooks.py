@@ -1,4 +1,4 @@
-"""`AVQCodebooks`: the codebooks of a UNet's layers in one model.
+"""`AVQCodebooks`: the codebooks of all layers of a UNet, as one model.
 
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
@@ -33,7 +33,7 @@ from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec, check_specs
 
 FORMAT_VERSION = 2
-# Parameters of the projections and their number of dimensions. They are square in all UNets.
+# Projection parameters and their number of dimensions; the weights are square in every UNet.
 PROJECTION_PARAMETERS = {
     "to_q.weight": 2,
     "to_k.weight": 2,
@@ -41,10 +41,10 @@ PROJECTION_PARAMETERS = {
     "to_out.0.weight": 2,
     "to_out.0.bias": 1,
 }
-# Above the rounding of a float32 mean, far below what an image shows.
+# Above the rounding error of a float32 mean, far below anything visible in an image.
 CONSTRAINT_TOLERANCE = 1e-3
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-# Arguments that `DiffusionPipeline.from_pretrained` passes to each of its models.
+# `DiffusionPipeline.from_pretrained` passes these to each of its models.
 PIPELINE_ARGUMENTS = (
     "torch_dtype",
     "device_map",
@@ -57,7 +57,7 @@ PIPELINE_ARGUMENTS = (
     "low_cpu_mem_usage",
     "disable_mmap",
 )
-# Arguments of `ModelMixin.save_pretrained`; other values would write files of other names.
+# Arguments of `ModelMixin.save_pretrained`; other values would change the file names.
 SAVED_WITH = {
     "safe_serialization": True,
     "variant": None,
@@ -69,11 +69,11 @@ SAVED_WITH = {
 class AVQCodebooks(ModelMixin, ConfigMixin):
     """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    `gather_codebooks`, `calibrate` and distillation build them. Distilled ones may also hold
-    changes of the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the
-    base model keeps its own part. Distilled with own codewords, they hold these changes and no
-    codebook. All tensors are float32 parameters without gradient. `.to(device)` moves them in place
-    under a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
+    Built by `gather_codebooks`, `calibrate` and distillation. Distilled codebooks may also hold
+    changes to the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the
+    base model keeps its own part. Distilled with own codewords, they hold only these changes. All
+    tensors are float32 parameters without gradient. `.to(device)` moves them in place, also under
+    a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
 
     Args:
         avq: fields of the `AVQConfig`.
@@ -81,15 +81,15 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         base_model: name of the model they were made for; informational.
         calibration: summary of the calibration; informational.
         training: summary of the distillation; informational.
-        tuned: hold changes of the projections of every layer.
-        own_codewords: hold no codebooks; the codewords are keys of each call.
-        sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
-        format_version: of the file.
+        tuned: store projection changes for every layer.
+        own_codewords: store no codebooks; codewords come from the keys of each call.
+        sha256: digest of the tensor file beside config.json, set by `save_pretrained`.
+        format_version: version of the file format.
 
     Raises:
         TypeError: `calibration` or `training` is not a mapping.
-        ValueError: a field is unknown, or own codewords have stored ones, a key norm or no changes
-            of projections.
+        ValueError: a field is unknown, or own codewords come with stored codewords, with a key norm
+            or without projection changes.
     """
 
     _keep_in_fp32_modules: ClassVar = ["codebooks"]
@@ -111,7 +111,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         for name, summary in (("calibration", calibration), ("training", training)):
             if not isinstance(summary, Mapping | None):
                 raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
-        # A file without `codewords` is in the paper's form.
+        # A file without `codewords` holds the paper's form.
         self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
         self.own_codewords = own_codewords
         if own_codewords:
@@ -157,7 +157,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
-        """Build empty codebooks, as `ConfigMixin.from_config`.
+        """Build empty codebooks, like `ConfigMixin.from_config`.
 
         Raises:
             ValueError: `config` belongs to another class or has an unknown format version.
@@ -182,21 +182,21 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         dtype: torch.dtype = torch.float32,
         **arguments: Any,
     ) -> "AVQCodebooks":
-        """Load codebooks from a folder or from the Hub; only safetensors files are read.
+        """Load codebooks from a folder or from the Hub; reads safetensors files only.
 
         Args:
             pretrained_model_name_or_path: folder or Hub id.
             subfolder: folder inside it.
-            dtype: accepted as in every diffusers model; all parameters stay in float32.
+            dtype: accepted as in every diffusers model; parameters stay in float32.
             **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
                 `huggingface_hub.hf_hub_download`. Other arguments that diffusers' pipelines pass to
-                their models are accepted without effect.
+                their models are ignored.
 
         Raises:
             TypeError: an argument is unknown.
-            FileNotFoundError: there is no such folder, or it lacks a file.
-            ValueError: an argument asks for another file, or a file is damaged, has another format,
-                or does not match its config.json.
+            FileNotFoundError: the folder or one of its files does not exist.
+            ValueError: an argument asks for a different file, or a file is damaged, has an unknown
+                format, or does not match its config.json.
         """
         for name in arguments:
             if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
@@ -235,7 +235,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
         try:
-            with torch.device("meta"):  # the file may claim sizes that no memory holds
+            with torch.device("meta"):  # a damaged file may claim sizes that do not fit in memory
                 codebooks = cls.from_config(config)
         except ValueError as error:
             raise ValueError(f"{config_path}: {error}") from error
@@ -249,20 +249,20 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     def save_pretrained(
         self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
     ) -> None:
-        """Save config and weights into a folder, as `ModelMixin.save_pretrained`.
+        """Save config and weights to a folder, like `ModelMixin.save_pretrained`.
 
-        Earlier codebooks there stay until the new ones are complete. A kill at any moment leaves
-        the old ones, the new ones, or a folder that is refused because it has no config.json.
+        Existing codebooks stay until the new ones are complete. A process killed at any moment
+        leaves the old ones, the new ones, or a folder that loading refuses for lack of config.json.
 
         Args:
-            save_directory: made if it is missing.
+            save_directory: created if missing.
             is_main_process: if False, nothing is written.
-            **arguments: others of `ModelMixin.save_pretrained`, such as `push_to_hub`.
+            **arguments: passed on to `ModelMixin.save_pretrained`, such as `push_to_hub`.
 
         Raises:
-            ValueError: `save_directory` is empty, or the arguments ask for other files than the one
-                that `from_pretrained` reads.
-            OSError: the folder cannot be made or written; the message says whether its earlier
+            ValueError: `save_directory` is empty, or the arguments ask for files that
+                `from_pretrained` does not read.
+            OSError: the folder cannot be created or written; the message says whether its previous
                 content is intact.
         """
         for name, value in SAVED_WITH.items():
@@ -277,7 +277,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         folder = Path(save_directory).expanduser()
         self.register_to_config(sha256=tensor_digest(self.state_dict()))
         with atomic_save(folder, self.config_name, "codebooks") as temporary:
-            # A Hub repository gets the name of the folder.
+            # The Hub repository is named after the folder.
             super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
 
     def layer_config(self, name: str) -> AVQConfig:
@@ -293,18 +293,18 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         return self._layer(name).key_norm
 
     def projection_changes(self, name: str) -> dict[str, Tensor] | None:
-        """What AVQ adds to one layer's projections, or None; the tensors are the parameters."""
+        """What AVQ adds to one layer's projections, or None; its tensors are the parameters."""
         changes = self._layer(name).projection_changes
         if changes is None:
             return None
         return {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
 
     def layer_weights(self, name: str) -> LayerWeights:
-        """All that AVQ needs of one layer, for any device."""
+        """Everything AVQ needs for one layer, on any device."""
         return LayerWeights(self.codebook(name), self.key_norm(name), self.projection_changes(name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
-        # All moves and casts go through here; for `_keep_in_fp32_modules`, `to` only warns.
+        # Every move and cast goes through here; `_keep_in_fp32_modules` only makes `to` warn.
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
@@ -313,7 +313,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
     @torch.no_grad()
     def project(self) -> "AVQCodebooks":
-        """Shift every parent's children, in place, so that they average to the parent."""
+        """Shift each parent's children in place so that they average to the parent."""
         for codebook in map(self.codebook, self.layer_specs):
             if codebook is not None and codebook.num_children:
                 means = codebook.children.mean(2, keepdim=True)
@@ -341,8 +341,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         error = max(errors, default=0)
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
-                f"{path}: children do not average to their parent, by up to {error:.2g} of their "
-                f"usual distance from it; AVQCodebooks.project() shifts them.",
+                f"{path}: children do not average to their parent: off by up to {error:.2g} of "
+                f"their usual distance from it; AVQCodebooks.project() shifts them.",
                 stacklevel=3,
             )
 
@@ -350,8 +350,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 class _LayerCodebook(nn.Module):
     """The parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm and changes.
 
-    With own codewords there are no parents and children. The names are longer because `nn.Module`
-    has a method `children`.
+    With own codewords there are no parents and children. The attribute names are longer because
+    `nn.Module` already has a method `children`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Exact runs of a model, whose calls are repeated with AVQ in some layers."""
+"""Exact runs of a model, with each call repeated with AVQ in some layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,28 +13,28 @@ from avq_diffusers.config import Sizes
 from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
-# What layers run in a repeated call, by their names; others run exact attention.
+# What layers run in a repeated call, by layer name; the rest run exact attention.
 Trial: TypeAlias = Mapping[str, Sizes | None]
-# Repeats the present call, and returns the squared error of its output.
+# Repeats the current call and returns the squared error of its output.
 Repeat: TypeAlias = Callable[[Trial], float]
 
 
 class ExactRun:
-    """Where exact runs of a model are, and the repeated calls beside them.
+    """Position in the exact runs of a model, and their repeated calls.
 
-    Second evaluations of noise-damped ScaleCrafter, inside a call of the UNet, are part of it.
+    The second evaluation of noise-damped ScaleCrafter belongs to the UNet call that contains it.
 
     Args:
-        parts: how many equal parts of the training timesteps are kept apart.
-        weights: of the errors of calls, by training timestep; None if all count alike.
-        bar: moves by one per call of the exact runs.
+        parts: number of equal parts of the training timesteps to keep apart.
+        weights: weight of a call's error, by training timestep; None weights all calls equally.
+        bar: advances by one per exact call.
 
     Attributes:
-        start: the timestep at which the present part begins.
-        weight: of the present call's error.
-        number: of the present call, over all examples.
-        example: number of the present example.
-        depth: calls of the model under way.
+        start: the timestep at which the current part begins.
+        weight: weight of the current call's error.
+        number: index of the current call, over all examples.
+        example: index of the current example.
+        depth: nesting depth of model calls.
         trial: what a repeated call runs; None in the exact one.
     """
 
@@ -60,7 +60,7 @@ class ExactRun:
     def watch(self, hosted: Hosted, visit: Callable[[float, Repeat], None]) -> Iterator[None]:
         """Follow the calls of a model inside the `with` block.
 
-        After each call, `visit` gets the squared norm of its output, and a function that repeats
+        After each call, `visit` gets the squared norm of its output and a function that repeats
         the call and returns the squared error.
         """
 
@@ -96,7 +96,7 @@ class ExactRun:
         if has_timesteps and (len(self.starts) > 1 or self.weights is not None):
             timestep = self.timesteps.of_call(args, kwargs)
             if timestep is not None:
-                if self.number == 0:  # parts before the first call take its sizes
+                if self.number == 0:  # earlier parts use the first call's sizes
                     first = at_timestep(self.starts, timestep)
                     self.starts |= {x: NUM_TRAIN_TIMESTEPS for x in self.starts if x >= first}
                 self.start = at_timestep(self.starts, timestep)
@@ -105,13 +105,13 @@ class ExactRun:
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a model's first output."""
+    """The tensors in a model's first output."""
     first = output if isinstance(output, Tensor) else output[0]
     return [x for x in pytree.tree_leaves(first) if isinstance(x, Tensor)]
 
 
 def squared(found: Sequence[Tensor], exact: Sequence[Tensor] | None = None) -> float:
-    """The sum of squares, of the difference from `exact` if given."""
+    """The sum of squares of `found`, or of its difference from `exact`."""
     differences = (
         found
         if exact is None

@@ -1,4 +1,4 @@
-"""What a model is measured on: prompts of its pipeline, or images of a vision model."""
+"""What a model is measured on: prompts for its pipeline, or images for a vision model."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ RUN_ARGUMENTS = ("prompt", "generator", "output_type")
 def checked_examples(
     pipe: DiffusionPipeline | nn.Module, host: Host, examples: Any, arguments: Mapping[str, Any]
 ) -> list[Any]:
-    """Check what `run_examples` takes, and return the examples as a list.
+    """Check the arguments of `run_examples` and return the examples as a list.
 
     Raises:
         TypeError, ValueError: as `measure_error`.
@@ -35,7 +35,7 @@ def checked_examples(
             )
     known = inspect.signature(pipe.__call__).parameters
     for name in arguments:
-        # Pipelines take any name for the sake of old ones. A wrapper's signature tells nothing.
+        # Some pipelines accept any name, for deprecated arguments; a wrapper's signature is opaque.
         if "prompt" in known and name not in known:
             raise TypeError(
                 f"{type(pipe).__name__} takes no argument {name}, only {', '.join(known)}."
@@ -54,7 +54,7 @@ def checked_examples(
 
 
 def _checked_images(pixel_values: Any) -> list[Tensor]:
-    """Batches (B, C, H, W) of one height and width."""
+    """Batches (B, C, H, W), all of one height and width."""
     if isinstance(pixel_values, str) or not isinstance(pixel_values, Iterable):
         raise TypeError(f"pixel_values must be tensors, but got {type(pixel_values).__name__}.")
     batches = [pixel_values] if isinstance(pixel_values, Tensor) else list(pixel_values)
@@ -80,7 +80,7 @@ def run_examples(
     seed: int,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Run example after example, prompt i with seed `seed + i` and without decoding."""
+    """Run the examples in order: prompt i with seed `seed + i`, without decoding."""
     if not host.has_prompts:
         for batch in examples:
             pipe(pixel_values=batch, **arguments)
@@ -97,13 +97,13 @@ def run_examples(
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch ran out of memory; only on CUDA this has its own exception."""
+    """Whether PyTorch ran out of memory; only CUDA has its own exception for it."""
     return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
 
 
 @contextmanager
 def _quiet(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Hide the pipeline's own progress bars: they would break up ours."""
+    """Hide the pipeline's own progress bars, which would break up ours."""
     before = getattr(pipe, "_progress_bar_config", {})
     pipe.set_progress_bar_config(**{**before, "disable": True})
     try:
@@ -113,14 +113,14 @@ def _quiet(pipe: DiffusionPipeline) -> Iterator[None]:
 
 
 def as_examples(prompt: str | Sequence[str] | None, pixel_values: Any, host: Host) -> Any:
-    """The examples among the arguments of `apply_avq`; None without one.
+    """The examples among the arguments of `apply_avq`, or None.
 
     Raises:
-        TypeError: they are not those of this kind of model.
+        TypeError: this kind of model takes the other argument.
     """
     other = pixel_values if host.has_prompts else prompt
     if other is not None:
-        raise TypeError(f"a {host.kind} is measured by {host.examples}=...; pass that.")
+        raise TypeError(f"a {host.kind} is measured on {host.examples}=...; pass that.")
     if not host.has_prompts:
         return pixel_values
     return [prompt] if isinstance(prompt, str) else prompt

@@ -1,4 +1,4 @@
-"""Where a transformer's tokens are the grid of an image or a video: read from its own arguments."""
+"""The image or video grid of a transformer's tokens, read from the transformer's own arguments."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,24 +14,24 @@ from avq_diffusers.hosts.state import REST, Grid
 
 SEVERAL, NO_GRID = "several images", "no grid"
 READS_THE_GRID = "AVQ reads a transformer's grid outside compiled code; export it with strict=False"
-Z_IMAGE_MULTIPLE = 32  # to which Z-Image pads image and text with learned tokens
-OUTPUT_IMAGE = 2  # Ideogram's mark of the tokens of the image
+Z_IMAGE_MULTIPLE = 32  # Z-Image pads image and text to this multiple with learned tokens
+OUTPUT_IMAGE = 2  # Ideogram's indicator of image tokens
 
 Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Transformers of diffusers that tell the grid in the same way.
+    """Diffusers transformers that specify the grid in the same way.
 
     Attributes:
-        models: names of their classes.
-        read: the grid, of the model's config and the arguments of its `forward`.
-        num_beside: by modules of the model, how many tokens attend beside the grid's `N`, of the
+        models: class names.
+        read: the grid, from the model's config and the arguments of its `forward`.
+        num_beside: number of tokens beside the `N` of the grid, by module of the model, from the
             same arguments; `REST` where they do not tell.
-        beside_first: whether these come before the grid's.
-        parts: paths of modules, or parts of them, whose attention sees the grid; empty for all.
-        hidden_states: a tensor of the batch, of the same arguments.
+        beside_first: whether these tokens come before the grid.
+        parts: module paths, or parts of them, whose attention sees the grid; empty for all.
+        hidden_states: a tensor with the batch, from the same arguments.
     """
 
     models: tuple[str, ...]
@@ -44,18 +44,18 @@ class Family:
 
 @cache
 def parameters_of(forward: Any) -> tuple[str, ...]:
-    """The parameters of a class's `forward`, in their order."""
+    """The parameter names of a class's `forward`, in order."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def family_of(model: type) -> Family | None:
-    """The family of a class of transformers, or of one that it derives from; None if unknown."""
+    """The family of a transformer class or of its nearest known base; None if unknown."""
     names = [base.__name__ for base in model.__mro__]
     return next((_FAMILY_OF[name] for name in names if name in _FAMILY_OF), None)
 
 
 def latent_grid(config: Arguments, arguments: Arguments, axes: tuple[int, ...] = ()) -> Grid:
-    """Latents (B, C, h, w) or (B, C, t, h, w), or with the grid in other axes, cut into patches."""
+    """The patch grid of latents (B, C, h, w) or (B, C, t, h, w), or with the grid in `axes`."""
     shape = arguments["hidden_states"].shape
     sizes = [shape[axis] for axis in axes or range(2, len(shape))]
     patch = config.get("patch_size", ())
@@ -68,13 +68,13 @@ def latent_grid(config: Arguments, arguments: Arguments, axes: tuple[int, ...] =
 
 
 def _numbers(config: Arguments, arguments: Arguments) -> Grid:
-    """LTX: the three sizes."""
+    """LTX: three sizes."""
     names = ("num_frames", "height", "width")
     return tuple(x for name in names if (x := arguments.get(name)) is not None) or NO_GRID
 
 
 def _shapes(config: Arguments, arguments: Arguments) -> Grid:
-    """Qwen-Image: (frames, height, width) of the image and of all references."""
+    """Qwen-Image: (frames, height, width) of the image and of each reference."""
     shapes = arguments["img_shapes"]
     images = [x if isinstance(x[0], list | tuple) else [x] for x in shapes]
     if len(images[0]) > 1 or any(image != images[0] for image in images):
@@ -98,18 +98,18 @@ def _list_of_latents(config: Arguments, arguments: Arguments) -> Grid:
     return frames // frame_patch, height // patch, width // patch
 
 
-# Pipelines pass the same position ids in every step, and reading them waits for the device.
+# Pipelines pass the same position ids at every step, and reading them synchronises the device.
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _read_once(ids: Tensor, read: Callable[[], Grid]) -> Grid:
-    """What `read` makes of these position ids, until they change."""
+    """`read()`, cached until these position ids change."""
     if torch.compiler.is_exporting():
         raise NotImplementedError(
-            "torch.export cannot read the positions that tell AVQ the grid of the image; call "
+            "torch.export cannot read the position ids that AVQ takes the grid from; call "
             "remove_avq(pipe) to export exact attention."
         )
-    if ids.is_inference():  # has no version
+    if ids.is_inference():  # no version counter
         return read()
     version, grid = _read.get(ids, (None, NO_GRID))
     if version != ids._version:
@@ -119,25 +119,25 @@ def _read_once(ids: Tensor, read: Callable[[], Grid]) -> Grid:
 
 
 def _position_ids(config: Arguments, arguments: Arguments, name: str = "img_ids") -> Grid:
-    """Flux: positions (N, 3 or 4) of tokens in frame, height and width; others may be before."""
+    """Flux: token positions (N, 3 or 4) in frame, height, width; other tokens may come first."""
     ids, num_tokens = arguments[name], arguments["hidden_states"].shape[1]
     return _read_once(ids, lambda: _grid_of_ids(ids, num_tokens))
 
 
 def _marked_position_ids(config: Arguments, arguments: Arguments) -> Grid:
-    """Ideogram: those of a whole sequence, with a mark of what each token is."""
+    """Ideogram: positions of the whole sequence, with an indicator of each token's kind."""
     ids, marks = arguments["position_ids"], arguments["indicator"]
     return _read_once(ids, lambda: _grid_of_ids(ids, int((marks[0] == OUTPUT_IMAGE).sum())))
 
 
 def _packed_video(config: Arguments, arguments: Arguments) -> Grid:
-    """MiniMax-H3: positions (N, 3) of a whole sequence; the rows of the video are its last."""
+    """MiniMax-H3: positions (N, 3) of the whole sequence; the video comes last."""
     ids, rows = arguments["position_ids"], arguments["video_indices"]
     return _read_once(ids, lambda: _grid_of_last(ids, rows))
 
 
 def _grid_of_last(ids: Tensor, rows: Tensor) -> Grid:
-    """The grid of the last of these rows that follow each other; references stand before them."""
+    """The grid of the last contiguous run of these rows; references come before it."""
     ends = (rows.diff() > 1).nonzero()
     first = int(rows[ends[-1] + 1]) if len(ends) else int(rows[0])
     axes = [axis.unique(return_inverse=True) for axis in ids[first:].unbind(-1)]
@@ -149,14 +149,14 @@ def _grid_of_last(ids: Tensor, rows: Tensor) -> Grid:
 
 
 def _position_ids_without_references(config: Arguments, arguments: Arguments) -> Grid:
-    """Flux3: its references are another argument."""
+    """Flux3: references are a separate argument."""
     if arguments.get("image_cond_hidden_states") is not None:
         return SEVERAL
     return _position_ids(config, arguments)
 
 
 def _grid_of_ids(ids: Tensor, num_tokens: int) -> Grid:
-    """The grid if the last tokens are its rows one after another; references stand elsewhere."""
+    """The grid if the last tokens form it row by row; references come before it."""
     ids = ids[..., -num_tokens:, :3]
     if ids.ndim == 3 and not ids.eq(ids[:1]).all():
         return NO_GRID
@@ -170,7 +170,7 @@ def _grid_of_ids(ids: Tensor, num_tokens: int) -> Grid:
 
 
 def _beside(*names: str, more: int = 0) -> Callable[[Arguments, int], dict[str, int]]:
-    """The tokens (B, T, channels) of these arguments, and some of the model's own."""
+    """Count the tokens (B, T, channels) of these arguments, plus `more` of the model's own."""
 
     def count(arguments: Arguments, num_tokens: int) -> dict[str, int]:
         given = [x for name in names if (x := arguments.get(name)) is not None]
@@ -188,17 +188,17 @@ def _rest(arguments: Arguments, num_tokens: int) -> dict[str, int]:
 
 
 def _target_image(config: Arguments, arguments: Arguments) -> Grid:
-    """Qwen-Image 2.1: the last image; what conditions it is before."""
+    """Qwen-Image 2.1: the last image; its conditions come before it."""
     return tuple(arguments["img_shapes"][0][-1])
 
 
 def _text_in_joint_layers(arguments: Arguments, num_tokens: int) -> dict[str, int]:
-    """Flux3: image and text attend to themselves first."""
+    """Flux3: in the first layers, image and text each attend to themselves."""
     return {"mode_blocks.image": 0, "single_transformer_blocks": TEXT(arguments, num_tokens)[""]}
 
 
 def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
-    """Z-Image: the grid's padding, and in the later layers the padded text."""
+    """Z-Image: the grid's padding, and in later layers the padded text."""
     padding = -num_tokens % Z_IMAGE_MULTIPLE
     longest = max(len(text) for text in arguments["cap_feats"])
     return {"noise_refiner": padding, "layers": padding + longest + -longest % Z_IMAGE_MULTIPLE}
@@ -237,7 +237,7 @@ FAMILIES = (
         hidden_states=_first_latents,
     ),
     Family(("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel"), _numbers, NONE),
-    # Latents, and a text in cross-attention
+    # Latents, text in cross-attention
     Family(
         (
             *("WanTransformer3DModel", "WanVACETransformer3DModel", "ChronoEditTransformer3DModel"),
@@ -250,24 +250,24 @@ FAMILIES = (
     ),
     Family(
         ("LatteTransformer3DModel",),
-        partial(latent_grid, axes=(3, 4)),  # frames are entries of its batch
+        partial(latent_grid, axes=(3, 4)),  # frames are batch entries
         NONE,
-        parts=("transformer_blocks",),  # others attend in time
+        parts=("transformer_blocks",),  # the rest is temporal
     ),
     Family(("AnyFlowTransformer3DModel",), partial(latent_grid, axes=(1, 3, 4)), NONE),
     Family(
         ("Kandinsky5Transformer3DModel",),
         partial(latent_grid, axes=(1, 2, 3)),
         NONE,
-        parts=("visual_transformer_blocks",),  # others refine a text
+        parts=("visual_transformer_blocks",),  # the rest refines text
     ),
     Family(
         ("Kandinsky6Transformer3DModel",),
         partial(latent_grid, axes=(1, 2, 3)),
         NONE,
-        parts=("video_dec_block",),  # others are of a sound
+        parts=("video_dec_block",),  # the rest is audio
     ),
-    # Latents, and a text before them
+    # Latents after text
     Family(
         ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
         partial(latent_grid, axes=(1, 3, 4)),
@@ -323,7 +323,7 @@ FAMILIES = (
         beside_first=True,
         parts=("noise_refiner", "layers", "blocks"),
     ),
-    # Latents, and a text after them
+    # Latents before text
     Family(
         (
             *("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"),
@@ -331,7 +331,7 @@ FAMILIES = (
         ),
         latent_grid,
         _beside("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds"),
-        parts=("transformer_blocks", "single_transformer_blocks"),  # others refine a text
+        parts=("transformer_blocks", "single_transformer_blocks"),  # the rest refines text
     ),
     Family(("ErnieImageTransformer2DModel",), latent_grid, _beside("text_bth")),
     Family(("HiDreamImageTransformer2DModel", "MochiTransformer3DModel"), latent_grid, _rest),

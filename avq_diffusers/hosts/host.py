@@ -1,8 +1,8 @@
-"""How a kind of model runs AVQ: the contract of its adapter, and what all kinds do alike.
+"""How a kind of model runs AVQ: the contract of its adapter, and what all kinds share.
 
-An adapter (`unet`, `added`, `joint`, `dispatch`, `vision`) says which layers a model has, where the
-grid of a call is told, and how a layer's attention is exchanged. Install and undo, the begin and
-end of calls, and what keeps a layer from AVQ are written here once.
+An adapter (`unet`, `added`, `joint`, `dispatch`, `vision`) knows which layers a model has, where to
+read the grid of a call, and how to replace a layer's attention. Installing and undoing, beginning
+and ending calls, and reporting what else runs in a layer are written here once.
 """
 
 import threading
@@ -24,18 +24,18 @@ from avq_diffusers.hosts.interception import active_backend
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
 from avq_diffusers.hosts.state import LayerState, Tokens
 
-# Of transformers of diffusers. With 4096 tokens, images of mini-sd3 are at 31 dB to exact
-# attention's, with M64P16C8 at 20 (`eval/results/tolerance.md`).
+# For diffusers transformers. On mini-sd3 with 4096 tokens, PSNR to exact attention's images is
+# 31 dB, against 20 dB with M64P16C8 (`eval/results/tolerance.md`).
 TRANSFORMER_SIZES = "M128P32C8E1024"
-# One thread at a time puts AVQ on, takes it off, or sets sizes.
+# One thread at a time applies AVQ, removes it, or sets sizes.
 CHANGES = threading.RLock()
 
 
 class Other(NamedTuple):
-    """What runs a layer in place of AVQ, because it was there before or was set since.
+    """What runs in a layer in place of AVQ, because it was there before or was set since.
 
     Attributes:
-        name: of the processor or backend.
+        name: name of the processor or backend.
         is_exact: whether it is known to compute exact attention.
     """
 
@@ -44,20 +44,20 @@ class Other(NamedTuple):
 
 
 class Host(ABC):
-    """The adapter of one kind of model. It has no state of its own.
+    """The adapter for one kind of model; stateless.
 
     Attributes:
-        kind: of models, in words.
-        usual_batch: images in a call if nothing is known yet.
-        usual_sizes: of AVQ, unless others are asked for.
-        has_timesteps: whether calls name a training timestep, so that sizes may follow it.
+        kind: the kind of model, in words.
+        usual_batch: assumed images per call before the first one.
+        usual_sizes: default AVQ sizes.
+        has_timesteps: whether calls carry a training timestep that sizes may follow.
         takes_codebooks: whether layers may have stored codewords and changed projections.
-        is_of_diffusers: whether diffusers' attention backends reach its models.
+        is_of_diffusers: whether diffusers' attention backends apply to its models.
         has_prompts: whether a pipeline runs the model on prompts; else it takes `pixel_values`.
     """
 
     kind: str
-    usual_batch = 2  # one image with guidance
+    usual_batch = 2  # one image with classifier-free guidance
     usual_sizes = "M64P16C8"
     has_timesteps = False
     takes_codebooks = False
@@ -66,74 +66,74 @@ class Host(ABC):
 
     @property
     def examples(self) -> str:
-        """The argument of `apply_avq` that a tolerance is measured on."""
+        """The argument of `apply_avq` with the examples that a tolerance is measured on."""
         return "prompt" if self.has_prompts else "pixel_values"
 
     @abstractmethod
     def find(self, module: nn.Module) -> nn.Module | None:
-        """The model of this kind in `module`, inside wrappers; None if there is none."""
+        """The model of this kind in `module`, without wrappers; None if there is none."""
 
     @abstractmethod
     def layers(self, model: nn.Module) -> list[Layer]:
         """The layers of a model in which AVQ may run, in module order."""
 
     def default_config(self, model: nn.Module) -> AVQConfig:
-        """The usual sizes at the finest level of a model that has self-attention."""
+        """The usual sizes at the model's finest level with self-attention."""
         levels = [layer.level for layer in self.layers(model)]
         return AVQConfig.parse(self.usual_sizes, levels=(min(levels, default=0),))
 
     def refuse(self, model: nn.Module) -> None:  # noqa: B027 (most kinds refuse nothing)
-        """Refuse a model in a condition in which AVQ cannot run.
+        """Refuse a model whose current state rules out AVQ.
 
         Raises:
-            ValueError: says what to do.
+            ValueError: the message says what to do.
         """
 
     @abstractmethod
     def attention_of(self, attn: Any) -> Any:
-        """What computes a layer's attention at this moment, for `restore`."""
+        """What computes a layer's attention now, for `restore`."""
 
     @abstractmethod
     def give_avq(self, attn: Any, state: LayerState) -> None:
-        """Exchange the attention of a layer that carries `state`."""
+        """Replace the attention of a layer that carries `state`."""
 
     @abstractmethod
     def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
-        """Put back the attention that `own.previous` keeps, unless it was exchanged again."""
+        """Put `own.previous` back, unless something else has replaced AVQ since."""
 
     def reinstate(self, attn: Any, own: Replaced, ours: Any) -> None:
-        """Put AVQ back on a layer that `restore` took it from; `attention_of` gave `ours` then."""
+        """Undo `restore`; `ours` is what `attention_of` returned before it."""
         assert isinstance(own, LayerState)
         self.give_avq(attn, own)
 
     def tidy(self, model: nn.Module) -> None:  # noqa: B027 (most kinds have no processors)
-        """Take away processors of ours that were set on layers without AVQ."""
+        """Remove our processors from layers without AVQ."""
 
     @abstractmethod
     def other_attention(self, layer: Layer) -> Other | None:
-        """What runs a layer in place of AVQ; None if AVQ does."""
+        """What runs in a layer in place of AVQ; None if AVQ does."""
 
     def runs_without_avq(self, layer: Layer) -> str:
         """The name of a layer's exact attention."""
         return type(layer.attn.processor).__name__
 
     def interception(self, state: LayerState, attn: Any) -> str | None:
-        """What acts on the scores of exact attention, and would miss AVQ; None if nothing does."""
+        """What acts on attention scores and would bypass AVQ; None if nothing does."""
         return state.interception()
 
     @abstractmethod
     def watch(self, layers: Sequence[Layer], others: "Others") -> "Watch":
-        """The hooks of a module that calls these layers."""
+        """The hooks for a module that calls these layers."""
 
 
 class Hosted(NamedTuple):
     """A model with its adapter.
 
     Attributes:
-        host: adapter of its kind.
-        model: that holds the layers.
-        entrance: what is called: a compiled wrapper, or the model.
-        prefix: of its layers' names in a pipeline of several models.
+        host: adapter for its kind.
+        model: the model that holds the layers.
+        entrance: what callers call: the model, or its compiled wrapper.
+        prefix: prefix of its layers' names in a pipeline with several models.
     """
 
     host: Host
@@ -149,7 +149,7 @@ class Hosted(NamedTuple):
 
 
 class Others:
-    """Names the layers of a model that something else runs than AVQ, each once."""
+    """Warns of a model's layers that run something other than AVQ, once per layer."""
 
     def __init__(self, host: Host, layers: Sequence[Layer]) -> None:
         self.host = host
@@ -157,7 +157,7 @@ class Others:
         self.said: set[str] = set()
 
     def warn(self, stacklevel: int = 2) -> None:
-        """Warn of layers that were not named yet."""
+        """Warn of layers not named yet."""
         found = {
             layer.name: other.name
             for layer in self.layers
@@ -173,12 +173,12 @@ class Others:
 
 
 class Watch(ABC):
-    """Hooks that begin and end the calls of layers, with the module that calls them.
+    """Hooks on a module that begin and end the calls of its layers.
 
     Args:
         host: adapter of the model.
-        layers: that the module calls.
-        others: of the whole model.
+        layers: the layers that the module calls.
+        others: warns for the whole model.
     """
 
     def __init__(self, host: Host, layers: Sequence[Layer], others: Others) -> None:
@@ -198,11 +198,11 @@ class Watch(ABC):
         """The hook before the module."""
 
     def enter(self, caller: nn.Module, tokens: Tokens) -> None:
-        """Begin the calls of the layers on these tokens."""
+        """Begin the layers' calls on these tokens."""
         for layer in self.layers:
             state = layer.avq_state
             if state is None:
-                continue  # AVQ was taken off by way of another model
+                continue  # AVQ was removed through another model
             if layer.checkpointed is not None:
                 keep_calls(layer.checkpointed, None if layer.checkpointed is caller else layer.attn)
             state.refuse_replica(caller)
@@ -217,7 +217,7 @@ class Watch(ABC):
                     self.others.warn()
 
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:
-        """The hook after the module, whether it failed or not."""
+        """The hook after the module, even if it failed."""
         for layer in self.layers:
             state = layer.avq_state
             if state is not None:
@@ -225,12 +225,12 @@ class Watch(ABC):
 
 
 class Hooks:
-    """What a module that calls layers, or a model with a schedule, carries of AVQ.
+    """AVQ's hooks on a module that calls layers, or on a model with a schedule.
 
     Attributes:
         watch: begins and ends the calls of layers; None on a model that does not call them itself.
-        scheduler: sets sizes by timestep; None without a schedule. It has `attach` as `Watch`.
-        handles: of the registered hooks.
+        scheduler: sets sizes by timestep; None without a schedule. Has `attach`, like `Watch`.
+        handles: handles of the registered hooks.
     """
 
     def __init__(self, watch: Watch | None) -> None:
@@ -250,7 +250,7 @@ class Hooks:
 
 
 class _Carried(NamedTuple):
-    """What AVQ has on a module, and the attention of a layer beside it."""
+    """What AVQ keeps on a module, and for a layer also its attention."""
 
     module: Any
     own: Any
@@ -259,7 +259,7 @@ class _Carried(NamedTuple):
 
 @contextmanager
 def all_or_nothing(models: Iterable[Hosted]) -> Iterator[None]:
-    """Change the AVQ of models inside the `with` block; if it fails, they are as they were."""
+    """Change the AVQ of models inside the `with` block; on failure, restore them."""
     with CHANGES:
         earlier = {hosted: _carried(hosted) for hosted in models}
         try:
@@ -272,7 +272,7 @@ def all_or_nothing(models: Iterable[Hosted]) -> Iterator[None]:
 
 
 def install(of_models: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
-    """Run layers of models with these states, in place of all earlier ones, or change nothing."""
+    """Run layers with these states in place of all earlier ones, or change nothing."""
     self_check.folder = user_cache_path("avq-diffusers") / "checks"
     with all_or_nothing(of_models):
         for hosted, states in of_models.items():
@@ -281,7 +281,7 @@ def install(of_models: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
 
 
 def uninstall(models: Iterable[Hosted]) -> None:
-    """Put the same attention back, and leave nothing of AVQ."""
+    """Put the original attention back and leave no trace of AVQ."""
     with CHANGES:
         for hosted in models:
             _take_off(hosted)
@@ -289,7 +289,7 @@ def uninstall(models: Iterable[Hosted]) -> None:
 
 @contextmanager
 def installed(hosted: Hosted, states: Mapping[Layer, LayerState]) -> Iterator[None]:
-    """Run layers with these states inside the `with` block, then with the earlier ones again."""
+    """Run layers with these states inside the `with` block, then with the previous ones."""
     with all_or_nothing([hosted]):
         earlier = _carried(hosted)
         _take_off(hosted)
@@ -303,13 +303,13 @@ def installed(hosted: Hosted, states: Mapping[Layer, LayerState]) -> Iterator[No
 
 
 def hooks_of(module: nn.Module) -> Hooks:
-    """The hooks of a module, new ones if it has none."""
+    """A module's hooks, created if it has none."""
     return vars(module).setdefault(ATTRIBUTE, Hooks(None))
 
 
 def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int = 2) -> None:
     host = hosted.host
-    # All before the first exchange: layers may share a processor.
+    # Read all before replacing any: layers may share a processor.
     for layer, state in states.items():
         state.previous = host.attention_of(layer.attn)
     by_caller: dict[nn.Module, list[Layer]] = {}
@@ -321,9 +321,9 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
             state.usual_backend = active_backend()
         weight = getattr(layer.anchor, "weight", layer.anchor)
         device, dtype = weight.device, weight.dtype
-        if device.type != "meta":  # accelerate's offload keeps weights there between calls
+        if device.type != "meta":  # where accelerate's offload keeps weights between calls
             state.weights.move_to(device, dtype)
-            # For a model that is compiled before its first call.
+            # In case the model is compiled before its first call.
             images = torch.empty(host.usual_batch, 1, 1, dtype=dtype, device=device)
             workload = state.workload(images, state.config.sizes)
             state.route.learn(workload, device, measure=False)
@@ -361,6 +361,6 @@ def _put_back(hosted: Hosted, carried: Sequence[_Carried]) -> None:
         setattr(module, ATTRIBUTE, own)
         if not isinstance(own, Hooks):
             hosted.host.reinstate(module, own, ours)
-    for module, own, _ in carried:  # after all layers: hooks look for what they carry
+    for module, own, _ in carried:  # after all layers: hooks look up the layers' states
         if isinstance(own, Hooks):
             own.attach(module)

@@ -1,4 +1,4 @@
-"""What other tools put in the way of exact attention to act on its scores."""
+"""Detects other tools that intercept exact attention to act on its scores."""
 
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -11,9 +11,9 @@ DEFAULT_BACKEND = AttentionBackendName(DIFFUSERS_ATTN_BACKEND)
 
 
 def score_interception() -> str | None:
-    """What acts on the scores of all exact attention, and would miss AVQ; None if nothing does."""
+    """What acts on the scores of all attention and would bypass AVQ; None if nothing does."""
     for mode in _get_current_function_mode_stack():
-        # PyTorch's own say where tensors are made, or trace the call.
+        # PyTorch's own modes only set the device of new tensors, or trace the call.
         if not type(mode).__module__.startswith(("torch._", "torch.fx.", "torch.utils.")):
             return f"{type(mode).__name__} is active"
     if F.scaled_dot_product_attention is not _SCALED_DOT_PRODUCT_ATTENTION:
@@ -22,16 +22,16 @@ def score_interception() -> str | None:
 
 
 def active_backend() -> AttentionBackendName:
-    """The exact backend of diffusers that layers without their own run at this moment."""
+    """The exact diffusers backend of layers that set none themselves, at this moment."""
     backend = _AttentionBackendRegistry._active_backend
     return DEFAULT_BACKEND if backend == AVQ_NAME else backend
 
 
 def backend_interception(usual: AttentionBackendName | None) -> str | None:
-    """The backend of `with attention_backend(...)`, in place of what was active before.
+    """The backend of an open `with attention_backend(...)`; None if it is the usual one.
 
     Args:
-        usual: what was active before; None for models outside diffusers.
+        usual: the backend active before; None for models outside diffusers.
     """
     backend = active_backend()
     if usual is None or backend in (usual, AttentionBackendName.NATIVE):

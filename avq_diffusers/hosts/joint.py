@@ -1,7 +1,6 @@
-"""SD3's joint attention, its image by AVQ.
+"""SD3's joint attention, with AVQ for the image.
 
-Keys of the image are quantized, keys of the text are sinks. Queries of image and text attend to
-both.
+Image keys are quantized, text keys are sinks. Image and text queries attend to both.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
 
 
 class AVQJointProcessor(JointAttnProcessor2_0):
-    """Joint attention with AVQ in the layers that `apply_avq` chose, elsewhere exact."""
+    """Joint attention: AVQ in the layers that `apply_avq` chose, exact elsewhere."""
 
     def __call__(
         self,
@@ -31,10 +30,10 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend with the image (B, N, channels) and the text (B, T, channels), if there is one.
+        """Attend with the image (B, N, channels) and, if given, the text (B, T, channels).
 
         Returns:
-            The image's output, or those of image and text.
+            The image's output, or the outputs of image and text.
         """
         state: LayerState | None = getattr(attn, ATTRIBUTE, None)
         if state is None:
@@ -50,7 +49,7 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         query = _joined(query, text_query)
         attended = state.attend(query, key, value, sink_key=text_key, sink_value=text_value)
         image, text = (_merged(x) for x in attended.split([key.shape[2], text_key.shape[2]], dim=2))
-        if not attn.context_pre_only:  # else the block drops the text
+        if not attn.context_pre_only:  # otherwise the block drops the text
             text = attn.to_add_out(text)
         return _project(attn, image), text
 
@@ -74,7 +73,7 @@ def _text_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:
 
 
 def _heads(attn: Attention, *projected: tuple[Tensor, Any]) -> list[Tensor]:
-    """Queries, keys and values (B, H, N, D), normed, in the dtype in which PyTorch would attend."""
+    """Normed queries, keys and values (B, H, N, D), in the dtype PyTorch would attend in."""
     heads = []
     for tokens, norm in projected:
         tokens = tokens.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
@@ -96,7 +95,7 @@ def _project(attn: Attention, image: Tensor) -> Tensor:
 
 
 class JointHost(Host):
-    """The joint and the image's own attention of SD3's blocks."""
+    """The joint attention and the image-only attention of SD3's blocks."""
 
     kind = "transformer"
     usual_sizes = TRANSFORMER_SIZES
@@ -147,7 +146,7 @@ class JointHost(Host):
 
 
 class _TransformerWatch(Watch):
-    """The hooks of an SD3 transformer, whose input are the latents."""
+    """The hooks of an SD3 transformer; its input is the latents."""
 
     @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

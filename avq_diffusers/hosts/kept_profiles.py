@@ -1,4 +1,4 @@
-"""Profiles in the user's cache folder, so that a model is measured once."""
+"""Profiles in the user's cache folder, so that each model is measured once."""
 
 import hashlib
 import json
@@ -16,17 +16,17 @@ from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.layers import ATTRIBUTE
 from avq_diffusers.hosts.profile import ErrorProfile
 
-# Of each parameter, as many numbers tell two trainings apart.
+# This many numbers per parameter tell two trainings apart.
 _SAMPLED = 16
 
 
 class KeptProfile:
-    """The place of a model's profiles.
+    """The cached profiles of a pipeline.
 
     Args:
-        models: of the pipeline.
-        scheduler: of the pipeline, if it has one.
-        config, arguments: of the measurement.
+        models: the pipeline's models.
+        scheduler: the pipeline's scheduler, if it has one.
+        config, arguments: as passed to the measurement.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class KeptProfile:
         self.folder = user_cache_path("avq-diffusers") / "profiles"
 
     def load(self, examples: Any = None) -> ErrorProfile | None:
-        """The profile that was measured on these examples, or the last one of the model.
+        """The profile measured on these examples, or without examples the model's latest one.
 
-        None if there is none that can be read: then it is measured again.
+        None if no readable one exists; then it is measured again.
         """
         measured_on = "*" if examples is None else _digest(examples)
         found = self.folder.glob(f"{self.name}-{measured_on}.json")
@@ -58,7 +58,7 @@ class KeptProfile:
             return None
 
     def save(self, profile: ErrorProfile, examples: Any) -> None:
-        """Keep a profile; nothing is kept where the folder is not writable."""
+        """Cache a profile, unless the folder is not writable."""
         path = self.folder / f"{self.name}-{_digest(examples)}.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,14 @@ def _modified(path: Path) -> int:
 
 
 def _sampled(parameters: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    """Names, types, devices and some numbers of a model's parameters.
+    """Names, types, devices and some values of a model's parameters.
 
-    Without the numbers where they are not loaded, or quantized by another library.
+    Parameters that are not loaded, or quantized by another library, contribute no values.
     """
     found: list[Any] = []
     for name, parameter in parameters:
         if ATTRIBUTE in name.split("."):
-            continue  # of codebooks
+            continue  # belongs to codebooks
         values, device = parameter.detach(), parameter.device
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         found += [name, str(values.dtype), [*values.shape], where]
@@ -91,7 +91,7 @@ def _sampled(parameters: Iterable[tuple[str, Tensor]]) -> list[Any]:
 
 
 def _digest(value: Any) -> str:
-    """Of numbers, strings, tensors and lists of them, and of other objects by their text."""
+    """Digest of numbers, strings, tensors and lists of them; other objects by their text."""
     state = hashlib.sha256()
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, Tensor):

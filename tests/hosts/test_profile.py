@@ -329,7 +329,7 @@ class TestApply:
             ),
             (TRANSFORMER, {"tolerance": 0.1}, TypeError, "a tolerance needs prompt=... to mea"),
             (VIT, {"tolerance": 0.1}, TypeError, "a tolerance needs pixel_values=... to m"),
-            (PIPE, {"pixel_values": 3}, TypeError, "a UNet is measured by prompt=...; pass"),
+            (PIPE, {"pixel_values": 3}, TypeError, "a UNet is measured on prompt=...; pass"),
             (PIPE, {"tolerance": 0.1, "prompt": []}, ValueError, "at least one prompt"),
             (PIPE, {"tolerance": 0.1, "prompt": 3}, TypeError, "be a sequence of strings"),
             (PIPE, {"tolerance": 1, "prompt": PROMPT, "hight": 8}, TypeError, "ument hight"),
