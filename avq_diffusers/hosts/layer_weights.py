@@ -14,15 +14,15 @@ from avq_diffusers.hosts.projection import project
 class LayerWeights:
     """Codebook, key norm and projection changes of one layer.
 
-    On the codebooks' own device these are the stored tensors, so in-place changes to them take
-    effect. On another device they are copies. Without a codebook, codewords come from the keys of
+    On the codebooks' device these are the stored tensors themselves, so in-place changes take
+    effect; on another device they are copies. Without a codebook, codewords come from the keys of
     each call.
 
     Attributes:
         codebook: in float32, or None.
         key_norm: the norm of the layer's keys, or None.
-        projection_changes: what is added to weights and biases of the projections, by their paths
-            in the layer, in the UNet's dtype; or None.
+        projection_changes: added to the projections' weights and biases, by path in the layer, in
+            the UNet's dtype; or None.
     """
 
     def __init__(
@@ -37,28 +37,28 @@ class LayerWeights:
 
     @property
     def are_stored(self) -> bool:
-        """Whether there are tensors that must lie on the device of a call."""
+        """Whether there are tensors that must be on the device of a call."""
         return self.stored_codebook is not None or self.stored_changes is not None
 
     def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
-        """Queries, keys or values that AVQ sees: (B, H, N, D) view of (B, N, H, D) memory.
+        """Queries, keys or values for AVQ: (B, H, N, D) view of (B, N, H, D) memory.
 
-        `name` is `"to_q"`, `"to_k"` or `"to_v"`, hidden_states (B, N, channels). Keys pass the key
-        norm.
+        `name` is `"to_q"`, `"to_k"` or `"to_v"`; hidden_states is (B, N, channels). The key norm
+        applies to keys.
         """
         projected = project(getattr(attn, name), name, hidden_states, self.projection_changes)
         heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
         return self.normed(heads) if name == "to_k" else heads
 
     def normed(self, key: Tensor) -> Tensor:
-        """The keys (B, H, N, D) behind the key norm, if there is one."""
+        """The keys (B, H, N, D), after the key norm if there is one."""
         return key if self.key_norm is None else self.key_norm(key.float()).to(key.dtype)
 
     @torch.compiler.assume_constant_result
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Copy from the codebooks what lies on another device, and changes of another dtype.
+        """Copy codebooks from another device, and projection changes of another dtype.
 
-        Compilers run this while they trace, so compiled code finds everything in place.
+        Compilers run this while tracing, so compiled code finds everything in place.
         """
         moves = self._codebook_moves(device)
         if self.projection_changes is not None:
@@ -66,8 +66,8 @@ class LayerWeights:
             moves |= (weight.device, weight.dtype) != (device, dtype)
         if not moves:
             return
-        # In a thread of its own, inference mode and fake tensors are off. Autograd would refuse
-        # inference tensors later, and the kernels could not cache tables of them.
+        # A new thread has inference mode and fake tensors off. Autograd would later refuse
+        # inference tensors, and the kernels could not cache tables built from them.
         with ThreadPoolExecutor(max_workers=1) as worker:
             worker.submit(self._move, device, dtype).result()
 
@@ -86,7 +86,7 @@ class LayerWeights:
             is_stored = self.codebook is self.stored_codebook
             self.key_norm = norm if is_stored or not norm else copy.deepcopy(norm).to(device)
         if self.stored_changes is not None:
-            # From the stored ones: a copy in another dtype has lost digits.
+            # From the stored ones: a copy in another dtype has lost precision.
             self.projection_changes = {
                 name: tensor.to(device, dtype) for name, tensor in self.stored_changes.items()
             }

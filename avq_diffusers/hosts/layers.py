@@ -1,4 +1,4 @@
-"""The self-attention layers of a model, whatever its kind, and the choice among them."""
+"""The self-attention layers of any kind of model, and how to choose among them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,19 +9,19 @@ from torch import nn
 from avq_diffusers.codebook.tensor_files import check_names
 from avq_diffusers.config import LARGEST_COUNT, check_int, is_within
 
-# Under these names, wrappers of modules inside a model hold what they wrap.
+# Wrappers inside a model hold the wrapped module under one of these names.
 COMPILED = "_orig_mod"
 _WRAPPED = (COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-# The one attribute that AVQ gives to modules of a model.
+# The one attribute that AVQ sets on a model's modules.
 ATTRIBUTE = "_avq"
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Module path, level and head shape of a self-attention layer, as a codebook needs them.
+    """Module path, level and head shape of a self-attention layer.
 
     Raises:
-        TypeError: a field has another type.
+        TypeError: a field has the wrong type.
         ValueError: a number is out of range.
     """
 
@@ -38,12 +38,12 @@ class LayerSpec:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """The fields that a file holds."""
+        """The fields, as stored in files."""
         return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
 
 
 class Replaced:
-    """What a module keeps of the attention that AVQ replaced there.
+    """Keeps the attention that AVQ replaced in a module.
 
     Attributes:
         previous: the processor, backend or config that was there.
@@ -60,9 +60,8 @@ class Layer(LayerSpec):
     Attributes:
         attn: the module whose attention AVQ computes.
         caller: the module whose forward begins and ends the layer's calls.
-        anchor: the module whose weight or parameters tell the device and dtype of a call.
-        checkpointed: the module that keeps the function of gradient checkpointing; None if the
-            layer is in none.
+        anchor: the module whose weight or parameters give the device and dtype of a call.
+        checkpointed: the module that holds the gradient checkpointing function; None without one.
     """
 
     attn: Any
@@ -72,7 +71,7 @@ class Layer(LayerSpec):
 
     @property
     def avq_state(self) -> Any:
-        """The `LayerState` that AVQ gave the layer; None without AVQ."""
+        """The layer's `LayerState`; None without AVQ."""
         own = getattr(self.attn, ATTRIBUTE, None)
         return own if isinstance(own, Replaced) and type(own) is not Replaced else None
 
@@ -86,10 +85,10 @@ def chosen_layers(
     exact: tuple[str, ...],
     overrides: Iterable[str],
 ) -> list[AnyLayer]:
-    """The layers at these levels that do not stay exact; arguments as `select_layers`.
+    """The layers at these levels that do not stay exact; arguments as in `select_layers`.
 
     Raises:
-        ValueError: a level has no layer, a name of `exact` matches none at these levels, no layer
+        ValueError: a level has no layer, a name in `exact` matches none at these levels, no layer
             is left, or an override matches none.
     """
     present = sorted({layer.level for layer in layers})
@@ -123,7 +122,7 @@ def chosen_layers(
 def check_specs(
     subject: str, specs: Mapping[str, LayerSpec], layers: Sequence[LayerSpec], has: str
 ) -> None:
-    """Refuse the layers of another model than the one that `specs` are of.
+    """Refuse layers of a model other than the one that `specs` describe.
 
     Raises:
         ValueError: names or shapes differ.
@@ -139,7 +138,7 @@ def check_specs(
 
 
 def own_name(path: str) -> str:
-    """The path of a module without the wrappers around those that hold it."""
+    """The path of a module, with wrappers left out."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPED)
 
 

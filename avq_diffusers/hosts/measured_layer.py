@@ -1,4 +1,4 @@
-"""One layer along exact runs: errors of its attention, effects on the model's output, and times."""
+"""One layer during exact runs: its attention errors, effects on the model's output, and times."""
 
 import math
 from collections import defaultdict
@@ -22,7 +22,7 @@ from avq_diffusers.hosts.refinement import EXACT
 from avq_diffusers.hosts.routing import kept_milliseconds
 from avq_diffusers.hosts.state import LayerState, with_sinks
 
-# From fast to exact. On real keys more parents and refined parents pay first, then exact keys.
+# From fast to exact. On real keys, more parents and refined parents pay off first, then exact keys.
 LADDER = (
     "M32P4C8",
     "M64P8C8",
@@ -37,20 +37,20 @@ LADDER = (
 
 
 class MeasuredLayer:
-    """A layer along exact runs: the errors of its own attention, and their effect on the output.
+    """A layer during exact runs: its own attention errors, and their effect on the output.
 
     Args:
         layer: name, level and head shape.
-        state: of the layer during the measurement.
-        config: its sizes join those of `LADDER`.
-        run: where the model is.
+        state: the layer's state during the measurement.
+        config: its sizes are added to `LADDER`.
+        run: the model's progress.
         turn: (i, n) measures the layer in calls i, i + n, i + 2 n and so on; None in no call.
 
     Attributes:
-        num_tokens: of the first call.
-        times: by configuration string, for these tokens, and of exact attention; sizes that meet as
-            many columns as there are tokens are left out.
-        unit: of times.
+        num_tokens: number of tokens in the first call.
+        times: time per configuration string at `num_tokens`, and of exact attention. Sizes with as
+            many columns as tokens are left out.
+        unit: unit of `times`.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class MeasuredLayer:
         self.num_tokens = 0
         self.times: dict[str, float] = {}
         self.unit = OPERATIONS
-        self.own: list[float] = []  # squared errors of the present call by size
-        # By part and anchor: weighted squares of the effect, of the output and of own errors.
+        self.own: list[float] = []  # squared errors of the current call by size
+        # Per part and anchor: weighted squares of the effect, the output and the own errors.
         self.sums: dict[tuple[int, str], Tensor] = {}
 
     @property
     def sizes(self) -> list[str]:
-        """The sizes that are measured, from few to many columns."""
+        """The measured sizes, from few to many columns."""
         return [sizes for sizes in self.times if sizes != EXACT]
 
     @property
     def anchors(self) -> list[str]:
-        """The sizes whose effect is measured on the output itself."""
+        """The sizes whose effect on the output is measured directly."""
         sizes = self.sizes
         return [*dict.fromkeys(sizes[len(sizes) * part // 3] for part in (1, 2))] if sizes else []
 
     @property
     def is_probed(self) -> bool:
-        """Whether the layer is measured in the present call of the model."""
-        # Another step in each example, so that every part of the denoising has its turn.
+        """Whether the layer is measured in the current call of the model."""
+        # A different step in each example, so that every part of the denoising is covered.
         first, every = self.turn or (1, 1)
         return (self.run.number + self.run.example) % every == first
 
@@ -97,7 +97,7 @@ class MeasuredLayer:
         """Exact attention in place of `attention_and_backend`, or what a repeated call tries.
 
         Raises:
-            ValueError: attention has NaN or infinity.
+            ValueError: the attention output has NaN or infinity.
         """
         keys, values = with_sinks(key, value, **options)
         exact_attention = partial(
@@ -115,7 +115,7 @@ class MeasuredLayer:
             return exact, EXACT
         if not exact.isfinite().all():
             raise ValueError(
-                f"the attention of {self.layer.name} gives NaN or infinity; measure a model and "
+                f"the attention of {self.layer.name} returns NaN or infinity; measure a model and "
                 f"dtype whose output is finite."
             )
         if not self.times:
@@ -132,10 +132,10 @@ class MeasuredLayer:
         return exact, EXACT
 
     def probe(self, output: float, repeat: Repeat) -> None:
-        """Measure what the anchors do to the output of the present call, of this squared norm."""
+        """Measure what the anchors do to the current call's output, whose squared norm is given."""
         own, self.own = self.own, []
         if not own:
-            return  # the layer is not measured, or not served, in this call
+            return  # not measured, or not served, in this call
         weight = self.run.weight
         for anchor in self.anchors:
             effect = repeat({self.layer.name: _sizes(anchor)})
@@ -148,11 +148,11 @@ class MeasuredLayer:
 
         Args:
             output: weighted squares of the outputs of all calls, by part. A part in which the layer
-                was not measured has the effects of all others together.
-            called: share of the calls that were of the layer's model.
+                was not measured gets the effects of the others combined.
+            called: share of calls that went to the layer's model.
 
         Raises:
-            RuntimeError: there is none; the message says why.
+            RuntimeError: nothing was measured; the message says why.
         """
         if not self.times:
             raise RuntimeError(
@@ -174,10 +174,10 @@ class MeasuredLayer:
         return LayerEffects(self.layer, self.num_tokens, times, effects)
 
     def _effects_of(self, sums: Mapping[str, Tensor], share: float) -> dict[str, float]:
-        """By size, from sums of each anchor; `share` is that of the part in all outputs."""
+        """Effect per size, from each anchor's sums; `share` is the part's share of the output."""
         found = {}
         for place, sizes in enumerate(self.sizes):
-            # The anchor of the most similar error: far from it the effect is not proportional.
+            # The anchor with the closest error: proportionality only holds nearby.
             nearest, ratio = None, 1.0
             for of_anchor, anchor in zip(sums.values(), self.anchors, strict=True):
                 own = of_anchor[2:].clamp(min=torch.finfo(torch.float32).tiny)
@@ -190,13 +190,13 @@ class MeasuredLayer:
         return found
 
     def _ladder(self, key: Tensor) -> list[str]:
-        """The sizes that meet fewer columns than there are tokens, from few to many."""
+        """The sizes with fewer columns than tokens, from few to many."""
         every, num_tokens = dict.fromkeys([*LADDER, str(self.config)]), key.shape[2]
         sizes = sorted(map(_sizes, every), key=lambda x: x.columns)
         return [str(x) for x in sizes if x.columns < num_tokens and x.least_keys <= num_tokens]
 
     def _time(self, sizes: str, key: Tensor, attend: Callable[[], Tensor]) -> float:
-        """In milliseconds on a GPU, else in operations by the columns that a query meets."""
+        """Milliseconds on a GPU; elsewhere operations, from the number of columns per query."""
         batch, num_heads, num_tokens, head_dim = key.shape
         if not key.is_cuda:
             columns = num_tokens if sizes == EXACT else _sizes(sizes).columns
@@ -210,7 +210,7 @@ class MeasuredLayer:
         return kept_milliseconds(name, key.device, attend)
 
     def _compile(self, calls: Collection[Callable[[], Tensor]], device: torch.device) -> None:
-        """Run calls once in threads. Their kernels compile side by side, outside the GIL."""
+        """Run each call once, in threads: their kernels compile in parallel, outside the GIL."""
 
         @torch.no_grad()
         def run(call: Callable[[], Tensor]) -> None:

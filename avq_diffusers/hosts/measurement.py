@@ -1,8 +1,8 @@
 """What the attention of each layer does to the model's output, measured along exact runs.
 
-Every call of the model runs exact, and is then repeated with AVQ in one layer at a time. That is
-done for two sizes of each layer. The others follow from the errors of the layer's own attention:
-what a small error does to the output is proportional to it.
+Each call of the model runs exact and is then repeated with AVQ in one layer at a time, at two sizes
+per layer. The other sizes follow from the error of the layer's own attention: the effect of a small
+error on the output is proportional to it.
 """
 
 from collections import Counter, defaultdict
@@ -27,10 +27,10 @@ from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, Choice, ErrorP
 from avq_diffusers.hosts.sources import states_of_config
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep, sampling_weights
 
-# Calls of the model that are repeated with one layer in AVQ, in all layers together. A minute of
-# SD1.5 at 1024 pixels, three of Flux at 2048 on an H200 have room for them.
+# Repeated calls with one layer in AVQ, over all layers: on an H200 they take up to a minute for
+# SD1.5 at 1024 pixels, and up to three for Flux at 2048.
 MOST_REPEATED = 256
-# Predicted errors at which allocations are measured as a whole.
+# Predicted errors at which whole allocations are measured.
 CHECKED = (0.005, 0.01, 0.02, 0.05, 0.1)
 
 # Sizes, or exact attention, by layer name and by the timestep from which they hold.
@@ -42,10 +42,10 @@ class Call(NamedTuple):
 
     Attributes:
         hosted: the model that was called.
-        layers: that are measured in it.
-        run: where its run is.
+        layers: the layers measured in it.
+        run: progress of its run.
         output: squared norm of its output.
-        repeat: it with other attention.
+        repeat: repeats it with other attention.
     """
 
     hosted: Hosted
@@ -56,10 +56,10 @@ class Call(NamedTuple):
 
 
 class Measurement:
-    """Exact runs of a model on examples, whose calls are visited.
+    """Exact runs of a model on examples, with a visitor for each call.
 
     Args:
-        pipe, examples, config, num_inference_steps, parts, seed, progress, arguments: as
+        pipe, examples, config, num_inference_steps, parts, seed, progress, arguments: as in
             `measure_error`.
     """
 
@@ -93,12 +93,12 @@ class Measurement:
     def follow(
         self, description: str, visit: Callable[[Call], None], *, is_probed: bool
     ) -> dict[Hosted, list[MeasuredLayer]]:
-        """Run all examples in exact attention, and visit each call.
+        """Run all examples with exact attention and visit each call.
 
         Args:
-            description: for the progress bar.
-            visit: gets each call.
-            is_probed: whether the errors of the layers' own attention are measured.
+            description: label of the progress bar.
+            visit: called with each call.
+            is_probed: whether to measure the errors of the layers' own attention.
 
         Returns:
             The layers of each model.
@@ -107,14 +107,14 @@ class Measurement:
         bar = tqdm(desc=description, unit=" calls", total=total, disable=not self.progress)
         run = ExactRun(self.parts, _weights(self.pipe, self.num_inference_steps), bar)
         measured: dict[Hosted, list[MeasuredLayer]] = {}
-        # Compiled models run eagerly: a measurement leaves no trace in compiled code.
+        # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with bar, ExitStack() as stack:
             for hosted in self.models:
                 hosted.host.refuse(hosted.model)
                 if getattr(hosted.model, "is_cache_enabled", False):
                     raise ValueError(
-                        "a cache of diffusers reuses what earlier calls computed, and a "
-                        "measurement repeats calls; measure before enable_cache."
+                        "a diffusers cache reuses results of earlier calls, which repeated calls "
+                        "would disturb; measure before enable_cache."
                     )
                 states = states_of_config(hosted.host.layers(hosted.model), self.config)
                 turns = self._turns(len(states)) if is_probed else None
@@ -139,7 +139,7 @@ class Measurement:
         return measured
 
     def _turns(self, num_layers: int) -> int:
-        """In one of how many calls a layer is measured, so that few enough are repeated."""
+        """Measure each layer in one of this many calls, to stay within `MOST_REPEATED`."""
         num_calls = len(self.examples) * (self.num_inference_steps if self.host.has_prompts else 1)
         turns = -(-2 * num_calls * num_layers // MOST_REPEATED)
         return max(1, min(turns, num_calls // self.parts))
@@ -161,38 +161,39 @@ def measure_error(
     progress: bool = True,
     **arguments: Any,
 ) -> ErrorProfile:
-    """Measure what AVQ at several sizes, in one layer at a time, does to the model's output.
+    """Measure what AVQ does to the model's output, at several sizes, one layer at a time.
 
-    The error of the output is |model(AVQ) - model(exact)| / |model(exact)|: of the predicted noise
-    or velocity, or of a vision model's first output. Over the calls of a run it is the root of the
-    mean square; calls of a UNet count as an error of their noise changes the image. Every call runs
-    exact, and is repeated with AVQ. It holds for images of the size that was measured; four prompts
-    or more make it hold for other prompts. The model is left as it was.
+    The output error is |model(AVQ) - model(exact)| / |model(exact)|, where the output is the
+    predicted noise or velocity, or a vision model's first output. Over a run it is the root mean
+    square of the calls' errors; UNet calls are weighted by how much an error in their noise changes
+    the image. Each call runs exact and is repeated with AVQ. The profile holds for the image size
+    that was measured; with four prompts or more it also holds for other prompts. The model is left
+    unchanged.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
-        examples: prompts, of which number i runs with seed `seed + i`; of a vision model,
-            `pixel_values` (B, C, H, W), or several batches of one height and width.
-        config: levels, exact layers, tiles and updates; its sizes join those that are measured.
-            None is the finest level with self-attention.
-        num_inference_steps: denoising steps of each prompt.
+        examples: prompts; prompt i runs with seed `seed + i`. For a vision model, `pixel_values`
+            (B, C, H, W), or several batches of one height and width.
+        config: levels, exact layers, tiles and updates; its sizes are measured too. None is the
+            finest level with self-attention.
+        num_inference_steps: denoising steps per prompt.
         parts: how many equal parts of the training timesteps may get sizes of their own. A part
             without a denoising step takes the sizes of the part before. None is 3 for a UNet and 1
-            for other models, which take no other number.
-        seed: of the noise.
+            for other models, which accept only 1.
+        seed: seeds the noise.
         progress: show progress bars.
-        **arguments: further arguments of the pipeline's or model's call, such as `height`.
+        **arguments: passed on to the pipeline or model, such as `height`.
 
     Returns:
         A profile for `apply_avq(pipe, profile, tolerance=0.02)`.
 
     Raises:
         TypeError: AVQ does not know the model, it needs a pipeline to run, or an argument has the
-            wrong type or is one that is set for each prompt.
-        ValueError: there is no example, step, part or layer; `config` has overrides, stored
-            codewords or a key norm; attention has NaN or infinity; a cache of diffusers is
-            enabled; or several parts are asked of a model or sampler without training timesteps.
-        RuntimeError: AVQ would serve no call of a layer; the message says why.
+            wrong type or is set by this function.
+        ValueError: no example, step, part or layer; `config` has overrides, stored codewords or a
+            key norm; attention returns NaN or infinity; a diffusers cache is enabled; or several
+            parts for a model or sampler without training timesteps.
+        RuntimeError: AVQ cannot serve any call of a layer; the message says why.
     """
     measurement = Measurement(
         pipe,
@@ -223,16 +224,16 @@ def output_errors(
     config: AVQConfig | None = None,
     **arguments: Any,
 ) -> list[list[float]]:
-    """Measure the error of the model's output with several plans for its layers.
+    """Measure the error of the model's output under several plans for its layers.
 
     Args:
-        plans: the `choices` of allocations, or others: `Choice`s by layer name, then by the
-            timestep from which they hold. Layers without an entry run exact.
-        pipe, examples, config: as for `measure_error`.
-        **arguments: all others of `measure_error`.
+        plans: `Choice`s by layer name, then by the timestep from which they hold, such as the
+            `choices` of an allocation. Layers without an entry run exact.
+        pipe, examples, config: as in `measure_error`.
+        **arguments: the other arguments of `measure_error`.
 
     Returns:
-        By plan, then by example.
+        The error per plan and example.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `measure_error`.
@@ -242,7 +243,7 @@ def output_errors(
 
 
 def _single_layers(measurement: Measurement) -> ErrorProfile:
-    """The profile of layers alone, without a curve."""
+    """The profile of single layers, without a curve."""
     outputs: dict[int, float] = defaultdict(float)
     starts: Counter[int] = Counter()
     models: Counter[Hosted] = Counter()
@@ -270,7 +271,7 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
 def _errors_of(
     measurement: Measurement, plans: Sequence[Plan], description: str
 ) -> list[list[float]]:
-    """The output errors of plans on the examples."""
+    """The output error per plan and example."""
     sums = torch.zeros(len(plans), len(measurement.examples), 2, dtype=torch.float64)
 
     def visit(call: Call) -> None:
@@ -285,7 +286,7 @@ def _errors_of(
 
 
 def _weights(pipe: Any, num_inference_steps: int) -> Tensor | None:
-    """Weights of the error of a predicted noise; None if the sampler has no such schedule."""
+    """Weight of a noise error per timestep; None if the sampler has no such schedule."""
     alphas_cumprod = getattr(getattr(pipe, "scheduler", None), "alphas_cumprod", None)
     if alphas_cumprod is None or not alphas_cumprod.all():
         return None
@@ -294,7 +295,7 @@ def _weights(pipe: Any, num_inference_steps: int) -> Tensor | None:
 
 
 def _num_calls(host: Host, examples: list[Any], num_inference_steps: int) -> int | None:
-    """Of the model, if pipelines of its kind call it once a step."""
+    """Number of model calls, if pipelines of its kind call it once per step."""
     if host.has_timesteps:
         return len(examples) * num_inference_steps
     return None if host.has_prompts else len(examples)
@@ -308,7 +309,7 @@ def _check_steps(num_inference_steps: int, parts: int) -> None:
 
 
 def _check_measured(config: AVQConfig) -> None:
-    """Refuse a configuration whose sizes are no rung."""
+    """Refuse a configuration whose sizes cannot be a rung."""
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
     for name, refused in (
@@ -318,5 +319,5 @@ def _check_measured(config: AVQConfig) -> None:
     ):
         if refused:
             raise ValueError(
-                f"a tolerance chooses sizes of AVQ with codewords of each call; drop {name}."
+                f"a tolerance chooses sizes for codewords from the keys of each call; drop {name}."
             )

@@ -1,4 +1,4 @@
-"""The models of a pipeline with their adapters, and their layers."""
+"""The models of a pipeline, their adapters and their layers."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -14,11 +14,11 @@ from avq_diffusers.hosts.layers import Layer, chosen_layers, entrance_of
 from avq_diffusers.hosts.unet import FOR_UNETS, UNET, AVQProcessor
 from avq_diffusers.hosts.vision import VISION
 
-# Every kind of model. The first that finds a model of its kind has it.
+# One per kind of model; the first that recognises a model gets it.
 HOSTS = (ADDED, UNET, JOINT, DISPATCH, VISION)
-# Functions that return the pipeline or model that they are given.
+# For functions that return the pipeline or model they were given.
 AnyModel = TypeVar("AnyModel", bound=DiffusionPipeline | nn.Module)
-# Parts of a pipeline that AVQ is applied to, and by which prefix their layers are called.
+# Parts of a pipeline that AVQ is applied to -> prefix of their layers' names.
 DENOISERS = {
     **{"unet": "", "transformer": "", "transformer_2": "transformer_2."},
     "unconditional_transformer": "unconditional_transformer.",
@@ -26,7 +26,7 @@ DENOISERS = {
 
 
 def find_model(module: nn.Module) -> Hosted | None:
-    """The model in a module with its adapter, inside wrappers or not; None if there is none.
+    """The model in a module, wrapped or not, with its adapter; None if there is none.
 
     Raises:
         TypeError: `module` holds several UNets.
@@ -42,7 +42,7 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
     """The models of a pipeline that AVQ is applied to, or `pipe` itself.
 
     Raises:
-        TypeError: there is none that AVQ knows.
+        TypeError: AVQ knows none of them.
     """
     found: list[tuple[str, Any]] = [("", pipe)]
     if not isinstance(pipe, nn.Module):
@@ -61,7 +61,7 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
                 f"AVQ does not know the attention of {type(module).__name__}; it knows UNets and "
                 f"image and video transformers of diffusers, and vision models on the "
                 f"AttentionInterface of transformers that attend to all patches of an image, "
-                f"without windows and biases of positions."
+                f"without windows or position biases."
             )
         models.append(hosted._replace(prefix=prefix))
     if not models:
@@ -73,7 +73,7 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
 
 
 def all_models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
-    """`models_of`, and the ControlNets of a pipeline.
+    """`models_of`, plus a pipeline's ControlNets.
 
     Raises:
         TypeError: there is no model that AVQ knows.
@@ -91,7 +91,7 @@ def all_models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
 
 
 def name_of(pipe: DiffusionPipeline | nn.Module) -> str | None:
-    """The Hub id or folder that a pipeline or model was loaded from."""
+    """The Hub id or folder a pipeline or model was loaded from."""
     owner = main_model(pipe).model if isinstance(pipe, nn.Module) else pipe
     return getattr(getattr(owner, "config", None), "_name_or_path", None)
 
@@ -100,13 +100,13 @@ def main_model(pipe: DiffusionPipeline | nn.Module) -> Hosted:
     """The first of `models_of`.
 
     Raises:
-        TypeError: there is none that AVQ knows.
+        TypeError: AVQ knows no model of `pipe`.
     """
     return models_of(pipe)[0]
 
 
 def unet_of(pipe: DiffusionPipeline | nn.Module) -> Any:
-    """The UNet of a pipeline, or that in a module, in its wrapper of `torch.compile` if it has one.
+    """The UNet of a pipeline or in a module, with its `torch.compile` wrapper if it has one.
 
     Raises:
         TypeError: `pipe` has no UNet, or several.
@@ -132,7 +132,7 @@ def has_unet(pipe: DiffusionPipeline | nn.Module) -> bool:
 
 
 def unwrapped(module: nn.Module) -> Any:
-    """The model that owns the layers, inside wrappers such as those of PEFT, FSDP or a compiler.
+    """The model that owns the layers, without wrappers such as those of PEFT, FSDP or a compiler.
 
     Raises:
         TypeError: no model in `module` has layers, or several have.
@@ -151,13 +151,13 @@ def select_layers(
     Args:
         model: a UNet, ControlNet or transformer of diffusers, or a vision model of transformers.
         levels: UNet levels to choose, 0 being the highest resolution; None chooses all. Other
-            models have level 0 only.
+            models only have level 0.
         exact: names of layers to leave out, or of modules to leave out with all their layers.
         overrides: keys of `AVQConfig.overrides`; each must match a chosen layer.
 
     Raises:
         TypeError: `model` has no such layers.
-        ValueError: a level has no self-attention, a name of `exact` matches no layer at these
+        ValueError: a level has no self-attention, a name in `exact` matches no layer at these
             levels, no layer is left, or an override matches none.
     """
     if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""A value per thread, for threads that generate with one UNet at the same time."""
+"""A value per thread, for threads that share a UNet."""
 
 import threading
 from typing import Generic, TypeVar
@@ -14,9 +14,9 @@ class PerThread(Generic[Value]):
     Compiled code reads the value that any thread set last.
 
     Args:
-        value: at first.
-        shared: whether threads and copies that have set none get the value set last too, or the
-            first one.
+        value: initial value.
+        shared: whether threads and copies that have not set a value read the one set last; if
+            False, they read the initial one.
     """
 
     def __init__(self, value: Value, *, shared: bool = True) -> None:

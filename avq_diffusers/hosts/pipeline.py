@@ -10,18 +10,18 @@ from avq_diffusers.hosts.verbs import apply_avq
 
 
 class AVQStableDiffusionPipeline(StableDiffusionPipeline):
-    """`StableDiffusionPipeline` with `set_attn_processor`; `from_pipe` builds one as well.
+    """`StableDiffusionPipeline` with `set_attn_processor`; `from_pipe` builds one, too.
 
-    It saves as a `StableDiffusionPipeline`, without the codebooks: save those beside it. For
-    img2img use `StableDiffusionImg2ImgPipeline.from_pipe`; AutoPipelines do not know this class.
+    Saves as a `StableDiffusionPipeline` without the codebooks; save those separately. For img2img
+    use `StableDiffusionImg2ImgPipeline.from_pipe`: AutoPipelines do not know this class.
     """
 
     def set_attn_processor(self, processor: AttentionProcessor) -> None:
         """Apply an `AVQProcessor`, or set any other processor.
 
         Args:
-            processor: an `AVQProcessor` serves its layers and leaves the processors of all others.
-                Any other goes to `unet.set_attn_processor`.
+            processor: an `AVQProcessor` is set on its own layers only; any other processor goes to
+                `unet.set_attn_processor`.
 
         Raises:
             ValueError: an `AVQProcessor` has codebooks of another model.
@@ -32,7 +32,7 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
             apply_avq(self, processor.source, backend=processor.backend, route=processor.route)
 
     def to_json_string(self) -> str:
-        # diffusers looks up the class of a saved pipeline among its own.
+        # diffusers looks up the class of a saved pipeline in its own namespace.
         config = json.loads(super().to_json_string())
         config["_class_name"] = StableDiffusionPipeline.__name__
         return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -1,8 +1,8 @@
 """One dial from fast to exact: the error of the model's output.
 
-Layers differ by a factor of 40 in what an error of their attention does to the output, and the
-squares of what single layers do add up. So a profile holds the effect on the output and the time of
-each size in each layer, and a tolerance gives time to the layers where it removes most error.
+The same attention error has up to 40 times the effect on the output in one layer as in another, and
+squared effects of single layers add up. So a profile holds each size's effect and time in each
+layer, and a tolerance spends time on the layers where it removes the most error.
 """
 
 import json
@@ -22,7 +22,7 @@ from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
-# Units of times, and what less time is called: operations say little of a CPU's time.
+# Unit of times -> wording of a gain; operations say little about time on a CPU.
 MILLISECONDS, OPERATIONS = "ms", "GFLOP"
 GAINS = {MILLISECONDS: "times as fast", OPERATIONS: "times as cheap"}
 
@@ -31,8 +31,8 @@ class Choice(NamedTuple):
     """What a layer runs in a part of the denoising.
 
     Attributes:
-        sizes: of AVQ; None is exact attention.
-        effect: the error of the output if only this layer ran so, and exact elsewhere.
+        sizes: AVQ's sizes; None is exact attention.
+        effect: the output error if only this layer ran so, only in this part.
     """
 
     sizes: Sizes | None
@@ -44,16 +44,16 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """What each size does to the model's output in a layer, and the time it takes.
+    """A layer's effect on the model's output and its time, per size.
 
     Attributes:
         layer: name, level and head shape.
-        num_tokens: of the measured calls. With fewer, exact attention runs.
-        times: per call of the model, by configuration string or "exact", in the unit of the
-            profile.
+        num_tokens: number of tokens measured. With fewer, exact attention runs.
+        times: time per call of the model, by configuration string or "exact", in the profile's
+            unit.
         effects: by the training timestep at which a part of the denoising begins, then by
-            configuration string: the error of the output over all calls, if only this layer runs
-            these sizes, and only in this part.
+            configuration string: the output error over all calls if only this layer runs these
+            sizes, only in this part.
 
     Raises:
         ValueError: a time or effect is missing, negative or not finite.
@@ -76,14 +76,14 @@ class LayerEffects:
                 raise ValueError(f"effects and times of {name} must be finite and not negative.")
 
     def in_one_part(self) -> "LayerEffects":
-        """The effects of sizes that do not change in the denoising."""
+        """The effects of sizes that stay the same over the denoising."""
         parts = self.effects.values()
         sizes = self.effects[NUM_TRAIN_TIMESTEPS]
         whole = {name: math.hypot(*(effects[name] for effects in parts)) for name in sizes}
         return replace(self, effects={NUM_TRAIN_TIMESTEPS: whole})
 
     def options(self, start: int, share: float) -> "list[_Option]":
-        """The choices of a part from fast to exact, each of which removes error for its time."""
+        """A part's choices from fast to exact; each removes error for the time it adds."""
         effects = {**self.effects[start], EXACT: 0.0}
         found: list[_Option] = []
         for option in sorted(
@@ -97,9 +97,9 @@ class LayerEffects:
 
 
 class _Option(NamedTuple):
-    """Of a layer in a part of the denoising."""
+    """A choice for a layer in a part of the denoising."""
 
-    time: float  # of the calls in this part, a share of all
+    time: float  # times the part's share of all calls
     squared: float  # effect
     sizes: str
 
@@ -108,8 +108,8 @@ class Point(NamedTuple):
     """A point of the curve of time over output error.
 
     Attributes:
-        predicted: error of the output, by the effects of single layers.
-        measured: error of the output with all layers so, the largest of the examples.
+        predicted: output error predicted from the effects of single layers.
+        measured: output error of the whole allocation, the largest over the examples.
     """
 
     predicted: float
@@ -121,12 +121,12 @@ class Allocation:
     """The sizes of every layer within a tolerance.
 
     Attributes:
-        tolerance: that was asked for; None if none was.
-        error: predicted error of the output, relative to the exact one.
-        time: of the attention of all layers in one call, in the unit of the profile.
-        exact_time: of exact attention.
-        unit: of times.
-        choices: by layer name, then by the timestep from which on the choice holds.
+        tolerance: the tolerance asked for, or None.
+        error: predicted error of the output, relative to exact attention's.
+        time: attention time of all layers in one call, in the profile's unit.
+        exact_time: the same for exact attention.
+        unit: unit of the times.
+        choices: by layer name, then by the timestep from which the choice holds.
     """
 
     tolerance: float | None
@@ -138,11 +138,11 @@ class Allocation:
 
     @property
     def speedup(self) -> float:
-        """Time of exact attention over the time of this allocation."""
+        """Time of exact attention divided by the time of this allocation."""
         return self.exact_time / self.time if self.time else 1.0
 
     def effect(self, name: str) -> float:
-        """The error of the output if AVQ ran in the layer of this name only."""
+        """The output error if AVQ ran in this layer only."""
         return math.hypot(*(choice.effect for choice in self.choices[name].values()))
 
     def __str__(self) -> str:
@@ -157,18 +157,18 @@ class Allocation:
 class ErrorProfile:
     """The effect of every layer's attention on a model's output, for `apply_avq`.
 
-    `str()` shows time over error, and which sizes layers get, for some tolerances.
+    `str()` shows speed against error, and the sizes that layers get, for some tolerances.
 
     Attributes:
         config: levels, tiles and updates that were measured.
         layers: effects and times.
-        shares: of the calls of the model, by the timestep at which a part of the denoising begins.
-        curve: predicted and measured errors of allocations, which correct those of others.
-        unit: of times: `"ms"` on a GPU; elsewhere `"GFLOP"`, counted by columns that queries meet.
+        shares: share of the model's calls, by the timestep at which a part of the denoising begins.
+        curve: predicted and measured errors of allocations, used to correct other predictions.
+        unit: unit of times: `"ms"` on a GPU; elsewhere `"GFLOP"`, from the columns per query.
 
     Raises:
-        ValueError: there is no layer, two have one name, parts differ between layers, or the unit
-            is another.
+        ValueError: there is no layer, two layers share a name, parts differ between layers, or the
+            unit is unknown.
     """
 
     config: AVQConfig = field(repr=False)
@@ -194,11 +194,11 @@ class ErrorProfile:
     def within(self, tolerance: float) -> Allocation:
         """The fastest sizes whose output error is within a tolerance.
 
-        From the fastest sizes on, layers get the next ones in the order of error removed per time.
-        Where that removed more than it had to, layers get faster ones again.
+        Starting from the fastest sizes, layers move up in order of error removed per time. Where
+        that overshoots, layers move back to faster sizes.
 
         Args:
-            tolerance: the largest error of the output, relative to the exact one; above 0.
+            tolerance: the largest output error, relative to exact attention's output; above 0.
 
         Raises:
             TypeError: `tolerance` is not a number.
@@ -226,9 +226,9 @@ class ErrorProfile:
         return self._allocation(chosen, tolerance)
 
     def config_within(self, tolerance: float) -> AVQConfig:
-        """`within` with the same sizes in the whole denoising, as a configuration.
+        """`within` with the same sizes over the whole denoising, as a configuration.
 
-        Distillation needs it: the calls of a batch are from all parts of the denoising.
+        For distillation, where a batch mixes timesteps from all parts of the denoising.
 
         Raises:
             TypeError: `tolerance` is not a number.
@@ -245,7 +245,7 @@ class ErrorProfile:
         return replace(self.config, exact=(*self.config.exact, *exact), overrides=overrides)
 
     def taking(self, time: float) -> Allocation:
-        """The sizes of least output error that take at most a time; the fastest if none do."""
+        """The sizes with the least output error within a time budget; the fastest if none fit."""
         low, high = 1e-6, 1e3
         for _ in range(60):
             middle = (low * high) ** 0.5
@@ -256,7 +256,7 @@ class ErrorProfile:
         return self.within(high)
 
     def uniform(self, sizes: str) -> Allocation:
-        """The same sizes in all layers, exact attention where they were not measured."""
+        """The same sizes in all layers; exact attention where they were not measured."""
         chosen = {}
         for one in self.layers:
             own = sizes if sizes in one.times else EXACT
@@ -284,7 +284,7 @@ class ErrorProfile:
         return {one.layer.name: one.times[EXACT] for one in self.layers}
 
     def _correction(self, predicted: float) -> float:
-        """Measured over predicted error, between the points of the curve by their logarithm."""
+        """Measured over predicted error, interpolated between the curve's points in log space."""
         points = sorted(self.curve)
         if not points or predicted <= 0:
             return 1.0
@@ -297,7 +297,7 @@ class ErrorProfile:
         return low ** (1 - way) * high**way
 
     def _uncorrected(self, tolerance: float) -> float:
-        """The predicted error whose corrected one is a tolerance."""
+        """The predicted error that the correction maps to a tolerance."""
         low, high = 0.0, 100 * tolerance
         for _ in range(60):
             middle = (low + high) / 2
@@ -308,16 +308,16 @@ class ErrorProfile:
         return low
 
     def check_layers(self, layers: Sequence[LayerSpec]) -> None:
-        """Refuse other layers than those that were measured.
+        """Refuse layers other than the measured ones.
 
         Raises:
-            ValueError: a layer is missing, unexpected or of another head shape.
+            ValueError: a layer is missing, unexpected or has another head shape.
         """
         own = {one.layer.name: one.layer for one in self.layers}
         check_specs("error profile", own, layers, "was measured with")
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, in one step.
+        """Write a JSON file atomically.
 
         Raises:
             OSError: the disk is full or not writable.
@@ -327,7 +327,7 @@ class ErrorProfile:
 
     @property
     def document(self) -> dict[str, Any]:
-        """What a file holds."""
+        """The content of a saved file."""
         return {
             "config": asdict(self.config),
             "unit": self.unit,
@@ -346,11 +346,11 @@ class ErrorProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "ErrorProfile":
-        """Read a file that `save` wrote, whatever the order of its keys.
+        """Read a file that `save` wrote; its keys may be in any order.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it holds something else.
+            ValueError: the file is not a saved profile.
         """
         try:
             document = json.loads(Path(path).read_text())
@@ -372,9 +372,9 @@ class ErrorProfile:
             raise ValueError(f"{path} is not a saved {cls.__name__}: {error!r}.") from error
 
     def plot(self, path: str | Path) -> None:
-        """Draw how much faster attention is over the error of the output.
+        """Plot the attention speedup against the output error.
 
-        A line of the sizes that `within` chooses, and points of the same sizes in all layers. Needs
+        A line for the sizes that `within` chooses, points for equal sizes in all layers. Needs
         matplotlib.
 
         Raises:
@@ -421,7 +421,7 @@ class ErrorProfile:
 def chosen_sizes(
     states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
 ) -> dict[LayerState, SizeSchedule]:
-    """The sizes of layers by timestep; errors as in `apply_avq`."""
+    """Each layer's sizes by timestep; raises what `apply_avq` raises."""
     profile.check_layers([*states])
     return {
         state: {start: x.sizes for start, x in allocation.choices[layer.name].items()}
@@ -432,14 +432,14 @@ def chosen_sizes(
 def note_allocation(
     states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
 ) -> None:
-    """Note in the states of layers what was chosen, and at how many tokens it was measured."""
+    """Record the allocation, and the number of tokens it was measured at, in the layers' states."""
     num_tokens = {one.layer.name: one.num_tokens for one in profile.layers}
     for layer, state in states.items():
         state.note_allocation(allocation, num_tokens[layer.name])
 
 
 def checked_tolerance(tolerance: Any) -> float:
-    """A tolerance as a float; a TypeError or ValueError says why it is none."""
+    """The tolerance as a float; raises TypeError or ValueError if it is invalid."""
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
         raise TypeError(f"tolerance must be a number such as 0.02, but got {tolerance!r}.")
     if not 0 < tolerance <= sys.float_info.max:  # an int may be larger than any float
@@ -458,23 +458,23 @@ def _hull(options: Sequence[_Option]) -> list[_Option]:
 
 
 def _squared(chosen: Mapping[tuple[str, int], _Option]) -> float:
-    """The squared error of the output; those of layers add up."""
+    """The squared output error: the sum over layers."""
     return math.fsum(option.squared for option in chosen.values())
 
 
 def _gain(before: _Option, after: _Option) -> float:
-    """The squared error that a step removes per time."""
+    """Squared error removed per unit of time."""
     return (before.squared - after.squared) / (after.time - before.time)
 
 
 def _by_gain(step: tuple[float, tuple[str, int], _Option]) -> tuple[float, float]:
-    """Equal gains in the order of time: the steps of one layer are in that order."""
+    """Sort key; ties go by time, the order of a layer's own steps."""
     gain, _, option = step
     return -gain, option.time
 
 
 def _runs(name: str, chosen: Mapping[tuple[str, int], _Option]) -> dict[int, Choice]:
-    """The choices of a layer; equal ones in a row are one."""
+    """The choices of a layer; consecutive equal ones are merged."""
     own = [(start, option) for (layer, start), option in chosen.items() if layer == name]
     found = {}
     for sizes, run in groupby(own, key=lambda part: part[1].sizes):
@@ -485,7 +485,7 @@ def _runs(name: str, chosen: Mapping[tuple[str, int], _Option]) -> dict[int, Cho
 
 
 def _by_start(stored: Mapping[str, Any]) -> dict[int, Any]:
-    """Parts of the denoising from the first on; a file may have them in any order."""
+    """Parts of the denoising, first to last; a file may have them in any order."""
     return {start: stored[str(start)] for start in sorted(map(int, stored), reverse=True)}
 
 

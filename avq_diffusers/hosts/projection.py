@@ -1,4 +1,4 @@
-"""One projection of a self-attention layer, with what distillation changed in it."""
+"""One projection of a self-attention layer, plus what distillation changed in it."""
 
 import threading
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
 )
 
-# While a layer holds a sum, no other thread may add to its weights.
+# Held while a layer's weights contain the changes: no other thread may add to them.
 _SUMMED = threading.RLock()
 
 
@@ -25,8 +25,8 @@ def project(
 ) -> Tensor:
     """Run a projection with its changes.
 
-    `name` is its path in the attention layer, such as `"to_out.0"`. `changes` are added to weights
-    and biases, by their paths; None is nothing.
+    `name` is its path in the attention layer, such as `"to_out.0"`. `changes` holds what is added
+    to weights and biases, by path.
     """
     if changes is None:
         return layer(hidden_states)
@@ -36,10 +36,10 @@ def project(
     if not _is_hooked(layer):
         if not _has_readable_weight(layer, weight_change):  # offloaded
             return _call_and_add(layer, hidden_states, weight_change, bias_change)
-        # Adding weights costs far less than a second product with the tokens.
+        # Adding weights is far cheaper than a second matmul with the tokens.
         bias = layer.bias if bias_change is None else layer.bias + bias_change
         return F.linear(hidden_states, layer.weight + weight_change, bias)
-    # Hooks and patches see the sum in the layer. Another thread may hold one there now.
+    # Hooks and patches read the layer itself, so the sum goes there; other threads wait.
     with nullcontext() if torch.compiler.is_compiling() else _SUMMED:
         if not _has_readable_weight(layer, weight_change):
             return _call_and_add(layer, hidden_states, weight_change, bias_change)
@@ -56,7 +56,7 @@ def _has_readable_weight(layer: nn.Linear, change: Tensor) -> bool:
 
 
 def _is_hooked(layer: nn.Linear) -> bool:
-    """Whether a call of the layer is more than one product with its weight."""
+    """Whether calling the layer does more than multiply by its weight."""
     forward_hooks = layer._forward_pre_hooks or layer._forward_hooks
     backward_hooks = layer._backward_pre_hooks or layer._backward_hooks
     return bool(
@@ -76,8 +76,8 @@ def _call_and_add(
             return None
         return output + F.linear(inputs[0], weight_change, bias_change)
 
-    # After all pre-hooks, before all other hooks.
-    if _has_any_global_hook():  # they come before the layer's own
+    # After every pre-hook, before every other hook.
+    if _has_any_global_hook():  # these run before the layer's own
         handle, hooks = register_module_forward_hook(add), cast(OrderedDict, _global_forward_hooks)
         hooks.move_to_end(handle.id, last=False)
     else:

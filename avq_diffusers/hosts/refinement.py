@@ -1,4 +1,4 @@
-"""What each layer runs: refined parents or exact attention, by timestep and by layer."""
+"""What each layer runs, by timestep: a number of refined parents, or exact attention."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,9 +16,9 @@ from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
 EXACT = "exact"
-# Numbers of parents, or `EXACT`, by the training timestep from which they hold, downwards.
+# Training timestep from which an entry holds, downwards -> number of parents, or `EXACT`.
 Schedule = Mapping[int, int | str]
-# The same with all sizes; None is exact attention.
+# The same with complete sizes; None is exact attention.
 SizeSchedule = Mapping[int, Sizes | None]
 
 
@@ -29,7 +29,7 @@ def planned_sizes(
     level: int | None,
     layer: str | None,
 ) -> dict[LayerState, SizeSchedule]:
-    """The sizes that `set_num_refined` gives to layers; arguments and errors are its own."""
+    """The sizes that `set_num_refined` sets, with its arguments and errors."""
     names = ", ".join(found.name for found in states)
     chosen = {
         found: state
@@ -68,7 +68,7 @@ def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> N
     """Set the sizes of layers by timestep; others stay as they are.
 
     Raises:
-        ValueError: sizes change with the timestep, but the model's calls have none.
+        ValueError: sizes follow the timestep, but the model's calls have none.
     """
     check_schedules(hosted.host, schedules)
     with CHANGES:
@@ -87,25 +87,25 @@ def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> N
 
 
 def check_schedules(host: Host, schedules: Mapping[LayerState, SizeSchedule]) -> None:
-    """Refuse sizes that change with the timestep of calls that have none."""
+    """Refuse sizes that follow the timestep in a model whose calls have none."""
     if not host.has_timesteps and any(len(schedule) > 1 for schedule in schedules.values()):
         raise ValueError(f"a {host.kind} has no schedules by timestep, but got one.")
 
 
 def schedules_of(hosted: Hosted) -> dict[LayerState, SizeSchedule]:
-    """The schedules of the layers whose sizes change while an image is generated."""
+    """The schedules of the layers whose sizes change during generation."""
     hooks = vars(hosted.model).get(ATTRIBUTE)
     scheduler = hooks.scheduler if isinstance(hooks, Hooks) else None
     return {} if scheduler is None else scheduler.schedules
 
 
 def refinable_parents(states: Mapping[LayerSpec, LayerState]) -> dict[str, int]:
-    """How many parents each layer can refine, by its name: all of them, or 0 if it is flat."""
+    """How many parents each layer can refine, by name: all of them, or 0 if it is flat."""
     return {layer.name: state.config.most_refined for layer, state in states.items()}
 
 
 class Scheduler:
-    """The hook that sets the scheduled layers to the timestep of each call of the model."""
+    """The hook that sets the sizes of scheduled layers at each call of the model."""
 
     def __init__(self, entrance: nn.Module, schedules: dict[LayerState, SizeSchedule]) -> None:
         self.entrance = entrance
@@ -124,14 +124,13 @@ class Scheduler:
 
 
 def _schedule(num_refined: int | str | Schedule) -> dict[int, int | None]:
-    """A schedule from 1000 down, without entries that repeat the one before; None is exact."""
+    """A schedule from 1000 down, without repeated entries; None is exact."""
     if not isinstance(num_refined, Mapping):
         num_refined = {NUM_TRAIN_TIMESTEPS: num_refined}
     for count in num_refined.values():
         if count != EXACT and (not isinstance(count, int) or isinstance(count, bool)):
             raise TypeError(
-                f"num_refined must be an int, but got {type(count).__name__}; only 'exact' may "
-                f"take the place of a number."
+                f"num_refined must be an int or 'exact', but got {type(count).__name__}."
             )
     for timestep in num_refined:
         if not isinstance(timestep, int):

@@ -22,13 +22,13 @@ class LayerReport:
         head_dim: head dim.
         config: such as M64P16C8, M64P8-16C8 with a schedule from 8 to 16 refined parents, or
             "M64P8C8, exact" with one that ends exact; empty without AVQ.
-        effect: the error of the model's output if AVQ ran in this layer only; None if no tolerance
-            chose its sizes.
-        runs: what the last call did, or the next one will: AVQ with its backend and tuned
-            projections if any, exact attention and why, or the attention of another processor.
-        num_tokens: in the last grid; None before the first call.
-        calls: how many calls of each kind there were since sizes were last set. Calls in compiled
-            code are not counted.
+        effect: the model's output error if AVQ ran in this layer only; None if no tolerance chose
+            its sizes.
+        runs: what the last call ran, or the next one will: AVQ with its backend and tuned
+            projections if any, exact attention and why, or another attention processor.
+        num_tokens: tokens of the last grid; None before the first call.
+        calls: number of calls of each kind since sizes were last set. Calls in compiled code are
+            not counted.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Summary:
     """What each self-attention layer runs; `str()` is a table.
 
     Attributes:
-        rows: a layer each.
-        allocation: what a tolerance chose; None without one, or if sizes were changed since.
+        rows: one per layer.
+        allocation: what a tolerance chose; None without one, or if sizes have changed since.
     """
 
     rows: tuple[LayerReport, ...]

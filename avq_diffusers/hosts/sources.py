@@ -1,4 +1,4 @@
-"""Where AVQ takes its codewords from, and the states of layers that come of it."""
+"""Where AVQ takes its codewords from, and the layer states built from that."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -9,15 +9,16 @@ from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import Layer, chosen_layers
 from avq_diffusers.hosts.state import LayerState
 
-# Codewords from the keys of each call, or stored ones.
+# Codewords from the keys of each call, or from codebooks.
 AVQSource: TypeAlias = AVQConfig | AVQCodebooks
 WITHOUT_CODEBOOKS = (
-    "a tolerance chooses sizes of AVQ with codewords of each call; apply it without codebooks."
+    "a tolerance chooses sizes for codewords from the keys of each call; apply it without "
+    "codebooks."
 )
 
 
 def check_source(source: Any) -> None:
-    """Refuse what AVQ cannot take its codewords from.
+    """Refuse anything AVQ cannot take codewords from.
 
     Raises:
         TypeError: `source` is neither codebooks, nor a configuration, nor None.
@@ -31,10 +32,10 @@ def check_source(source: Any) -> None:
 def make_states(
     layers: Sequence[Layer], source: AVQSource, backend: str, route: str | int
 ) -> dict[Layer, LayerState]:
-    """New states for the layers of a model that `source` chooses.
+    """New states for the layers that `source` chooses.
 
     Raises:
-        ValueError: codebooks belong to another model, or a configuration needs codebooks, or does
+        ValueError: codebooks belong to another model, or a configuration needs codebooks or does
             not fit the layers.
     """
     if isinstance(source, AVQCodebooks):

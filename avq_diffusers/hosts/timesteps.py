@@ -1,8 +1,8 @@
 """The training timestep of a UNet call, and values that change with it.
 
-Training timesteps fall from 1000 to 0 while an image is generated. Unlike steps, they mean the same
-for every sampler and number of steps. Some samplers call the UNet with other numbers and are
-refused: EDM's with the logarithm of the noise, IPNDM with a fraction of the way.
+Training timesteps fall from 1000 to 0 during generation. Unlike step indices, they mean the same
+for every sampler and number of steps. Samplers that pass the UNet other numbers are refused: EDM
+passes the log of the noise level, IPNDM a fraction.
 """
 
 import threading
@@ -24,9 +24,9 @@ def at_timestep(schedule: Mapping[int, Value], timestep: float) -> Value:
 
 
 class Timesteps(threading.local):
-    """Reads the timestep of UNet calls, from the device once per image instead of once per call.
+    """Reads the timesteps of UNet calls from the device, once per image instead of once per call.
 
-    Each thread and each copy reads for itself.
+    Each thread and each copy reads its own.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Timesteps(threading.local):
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The timestep among a UNet's arguments, as a number.
 
-        None while a CUDA graph is captured: capturing forbids reads from the device.
+        None during CUDA graph capture, which forbids reading from the device.
 
         Raises:
             ValueError: the batch has several timesteps, or the sampler has no training timesteps.
@@ -58,25 +58,25 @@ class Timesteps(threading.local):
                     f"{sorted(values)}."
                 )
             return values.pop()
-        # Pipelines iterate over the scheduler's tensor of timesteps: each one is a view of it.
+        # Pipelines iterate over the scheduler's timesteps tensor, so each timestep is a view of it.
         size = timestep.untyped_storage().nbytes() // timestep.element_size()
         table = timestep.as_strided((size,), (1,), 0)
-        # Reading CPU memory costs nothing, and NumPy changes it without a new version.
+        # Reading CPU memory is free, and NumPy changes it without a new version.
         is_read_each_time = table.is_inference() or table.device.type == "cpu"
         version = None if is_read_each_time else (table.data_ptr(), table._version)
         if version is None or version != self.version:
             self.values = _training_timesteps(table)
-            # Kept, so that no other tensor gets its address.
+            # Kept alive so that no other tensor reuses its address.
             self.table, self.version = table, version
         return self.values[timestep.storage_offset()]
 
 
 def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:
-    """About what an error of a predicted noise adds to the squared error of an image, (T,).
+    """Approximate weight (T,) of a predicted noise's squared error in the image's squared error.
 
-    A step of DDIM from timestep t moves the latents over alpha by sigma(t) - sigma(s) times the
-    predicted noise; sigma is noise over signal, s the next of `num_steps` timesteps. Of latents
-    with unit variance, the steps that follow keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
+    A DDIM step from timestep t to s, the next of `num_steps` timesteps, moves latents / alpha by
+    sigma(t) - sigma(s) times the predicted noise, where sigma is noise over signal. With latents of
+    unit variance, later steps keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
     """
     sigmas = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
     stride = max(1, len(sigmas) // num_steps)
@@ -86,7 +86,7 @@ def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:
 
 def are_training_timesteps(values: Sequence[float]) -> bool:
     """Whether a sampler's timesteps fall from 1000 to 0."""
-    # By the largest: training timesteps may also end in fractions of 1.
+    # Judged by the largest: training timesteps may end in fractions below 1.
     return len(values) < 2 or max(values) >= 2 or not any(value % 1 for value in values)
 
 

@@ -1,8 +1,8 @@
-"""UNets and ControlNets: self-attention by diffusers' attention processors.
+"""UNets and ControlNets: self-attention through diffusers' attention processors.
 
-The processor itself holds nothing that a call needs. Each chosen `Attention` carries its
-`LayerState`. So one processor serves all layers, survives tools that rebuild processors as
-`type(processor)()`, and compiles without a guard per layer.
+The processor is stateless; each chosen `Attention` carries its `LayerState`. So one processor
+serves all layers, survives tools that rebuild processors as `type(processor)()`, and compiles
+without a guard per layer.
 """
 
 import inspect
@@ -40,11 +40,11 @@ from avq_diffusers.hosts.sources import AVQSource, check_source, make_states
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
 
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
-# Their self-attention is exact attention. A class derived from one may do something else.
+# Their self-attention is exact. Subclasses may do something else.
 PLAIN_PROCESSORS = (
     *(AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0, SlicedAttnProcessor),
     *(XFormersAttnProcessor, AttnProcessorNPU, XLAFlashAttnProcessor2_0),
-    *IP_ADAPTERS,  # they add to the output of cross-attention only
+    *IP_ADAPTERS,  # only add to the output of cross-attention
 )
 CUSTOM_DIFFUSION = (
     CustomDiffusionAttnProcessor,
@@ -53,11 +53,11 @@ CUSTOM_DIFFUSION = (
 )
 SPATIAL_TRANSFORMERS = (Transformer2DModel, TransformerSpatioTemporalModel)
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
-# What other tools replace to act on the attention of every layer.
+# Other tools replace these to act on every layer's attention.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
 FOR_UNETS = (
-    "AVQProcessor serves UNets, and was set on a transformer, whose own processors are lost; load "
-    "the transformer again, and call apply_avq(pipe)."
+    "AVQProcessor only serves UNets, but was set on a transformer, which lost its own processors; "
+    "reload the transformer and call apply_avq(pipe)."
 )
 OTHER_SCORES = "get_attention_scores is replaced"
 
@@ -66,7 +66,7 @@ class Previous(NamedTuple):
     """The processor of a layer before AVQ, which serves the calls that AVQ does not.
 
     Attributes:
-        optional: of `OPTIONAL_ARGUMENTS`, those that it takes.
+        optional: the `OPTIONAL_ARGUMENTS` that it takes.
         is_plain: whether its self-attention is exact attention.
     """
 
@@ -76,7 +76,7 @@ class Previous(NamedTuple):
 
 
 class ReplacedModule(nn.Module):
-    """`Replaced` of a processor with weights, which stays a part of the model.
+    """`Replaced` for a processor with weights, which stays part of the model.
 
     Attributes:
         previous: what was there.
@@ -92,21 +92,21 @@ class AVQProcessor(AttnProcessor2_0):
     """Attention processor that runs AVQ in the chosen layers.
 
     Every other call goes to the layer's previous processor, or to `AttnProcessor2_0` in a layer
-    that was never prepared. So does every call of a layer whose previous processor is none of
-    diffusers' plain ones, and every call while another tool acts on attention scores.
+    that was never prepared. So do calls of layers whose previous processor is not one of
+    diffusers' plain ones, and all calls while another tool acts on attention scores.
 
     Args:
         source: `AVQCodebooks`, or an `AVQConfig` for codewords from the keys of each call, for
             `AVQStableDiffusionPipeline.set_attn_processor` or for `unet`. None is the default of
             `apply_avq`.
-        unet: prepare this UNet at once. `unet.set_attn_processor` then takes this processor for
-            all layers. After that, IP-Adapter's scale setter no longer finds its processors;
-            `apply_avq` leaves them in place.
-        backend, route: as `apply_avq`.
+        unet: prepare this UNet now, for `unet.set_attn_processor` to set this processor on all
+            layers. IP-Adapter's scale setter then no longer finds its own processors; `apply_avq`
+            leaves them in place.
+        backend, route: as in `apply_avq`.
 
     Raises:
         TypeError: `source` is something else.
-        ValueError: the codebooks belong to another model, or backend or route are unknown.
+        ValueError: the codebooks belong to another model, or backend or route is unknown.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class AVQProcessor(AttnProcessor2_0):
         ip_adapter_masks: Tensor | list[Tensor] | None = None,
         ip_hidden_states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Attend with hidden_states (B, N, channels); the output has the same shape.
+        """Attend within hidden_states (B, N, channels); the output has the same shape.
 
         Raises:
             TypeError: this processor was set on the attention of a transformer.
@@ -196,8 +196,8 @@ class AVQProcessor(AttnProcessor2_0):
         )
 
 
-# diffusers' guiders that skip layers look processors up by their exact class. Its `register` would
-# import every transformer of diffusers.
+# diffusers' layer-skipping guiders look processors up by exact class. Its own `register` would
+# import every diffusers transformer.
 AttentionProcessorRegistry._registry[AVQProcessor] = AttentionProcessorMetadata(
     skip_processor_output_fn=lambda attn, hidden_states, *args, **kwargs: hidden_states
 )
@@ -267,7 +267,7 @@ class UNetHost(Host):
         return next(iter(owners.values()), None)
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        """Temporal layers (motion modules) are none of them."""
+        """Temporal layers (motion modules) are left out."""
         layers = []
         for path, transformer in model.named_modules():
             if not isinstance(transformer, SPATIAL_TRANSFORMERS):
@@ -306,7 +306,7 @@ class UNetHost(Host):
             attn.set_processor(_PROCESSOR)
 
     def restore(self, attn: Attention, own: Replaced, model: nn.Module) -> None:
-        """An unloaded IP-Adapter's processor gives way to diffusers' default."""
+        """A processor of an unloaded IP-Adapter is replaced by diffusers' default."""
         if isinstance(attn.processor, AVQProcessor):
             is_unloaded = getattr(model, "encoder_hid_proj", None) is None
             is_lost = is_unloaded and isinstance(own.previous.processor, IP_ADAPTERS)
@@ -337,11 +337,11 @@ class UNetHost(Host):
 
 
 class _TransformerWatch(Watch):
-    """The hooks of a `Transformer2DModel`, whose input is the grid."""
+    """The hooks of a `Transformer2DModel`; its input is the grid."""
 
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        # The norm's dtype: quantized and layerwise-cast linear layers store another one than they
+        # The norm's dtype: quantized and layerwise-cast linear layers store a dtype they do not
         # compute in.
         dtype = caller.norm.weight.dtype
         self.enter(caller, Tokens(hidden_states, dtype, hidden_states.shape[-2:]))
@@ -364,10 +364,10 @@ def _is_plain(processor: AttentionProcessor) -> bool:
 
 
 def level_of(unet: Any, name: str) -> int:
-    """The level of a layer of this path, 0 being the highest resolution.
+    """The level of the layer at this path, 0 being the highest resolution.
 
     Raises:
-        TypeError: the layer is in none of the blocks that have levels.
+        TypeError: the layer is outside the blocks that have levels.
     """
     part, index = name.split(".")[:2]
     if part == "down_blocks":

@@ -1,8 +1,8 @@
-"""The verbs for every model: switch AVQ on and off, and say what it does.
+"""The verbs for every model: switch AVQ on and off, and report what it does.
 
-Every function takes a pipeline with a `unet` or a `transformer`, one of these, or a vision model of
-transformers, compiled or not. A ControlNet is passed as itself. `remove_avq`, `avq_disabled` and
-`summary` of a pipeline include its ControlNets.
+Every function takes a pipeline with a `unet` or a `transformer`, one of these models, or a vision
+model of transformers, compiled or not. A ControlNet is passed by itself; `remove_avq`,
+`avq_disabled` and `summary` of a pipeline include its ControlNets.
 """
 
 import warnings
@@ -66,62 +66,63 @@ def apply_avq(
 ) -> AnyModel:
     """Run the self-attention of a model with AVQ.
 
-    Codewords come from the keys of each call unless `source` is a codebook, so nothing is
-    calibrated or stored. Applying AVQ again replaces the earlier one; if it fails, the model is
-    left as it was.
+    Unless `source` is a codebook, codewords come from the keys of each call, so nothing is
+    calibrated or stored. Applying AVQ again replaces the earlier one; on failure, the model is left
+    unchanged.
 
-    Tokens beside the image's grid are met exactly: keys of text (SD3, Flux, Flux2, Flux3,
-    Qwen-Image, Z-Image) and of CLS and register tokens. Queries of text tokens use AVQ too.
+    Tokens beside the image's grid are attended to exactly: text keys (SD3, Flux, Flux2, Flux3,
+    Qwen-Image, Z-Image), CLS and register tokens. Text queries use AVQ too.
 
-    A call that AVQ cannot serve runs the layer's previous attention, and `summary` says why: calls
+    Calls that AVQ cannot serve run the layer's previous attention, and `summary` says why: calls
     with masks, merged or dropped tokens or reference images, calls of a block outside its model,
     and all calls while another tool acts on attention scores (perturbed-attention guidance, a
-    replaced `scaled_dot_product_attention`, `with attention_backend(...)`). A layer keeps an
-    attention processor that is none of diffusers' plain ones, such as StyleAligned's, whether it
-    is set before or after; a warning names these layers.
+    replaced `scaled_dot_product_attention`, `with attention_backend(...)`). A layer keeps any
+    attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is set
+    before or after; a warning names these layers.
 
-    With a tolerance, layers get the fastest sizes, or exact attention, with which the model's
-    output is within it. `measure_error` measures that first, on `prompt` or `pixel_values`. The
-    profile is kept in the user's cache folder: the next time, this model, measured with the same
-    further arguments, needs neither. With fewer tokens than were measured, the route `"fastest"`
-    runs exact attention.
+    With a tolerance, layers get the fastest sizes, or exact attention, that keep the model's output
+    error within it. `measure_error` first measures the model on `prompt` or `pixel_values` and
+    caches the profile in the user's cache folder; later calls with the same model and measurement
+    arguments need neither. With fewer tokens than were measured, the route `"fastest"` runs exact
+    attention.
 
     Distilled codebooks may change projections. The changes are added in AVQ calls only, in the
-    model's dtype; parameters are never written, so fine-tunes and LoRA act as in exact attention.
-    In-place changes to codewords take effect while codebooks and model are on one device. A
-    warning says when codebooks were made for a model of another name on the Hub.
+    model's dtype; parameters are never written, so fine-tunes and LoRA work as with exact
+    attention. In-place changes to codewords take effect while codebooks and model are on the same
+    device. A warning says if the codebooks were made for a Hub model of another name.
 
-    Pipelines that share a model, such as by `from_pipe`, share its AVQ. Models that diffusers
-    builds from a UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet.
-    `torch.export` takes models with AVQ, but not Flux, Flux2 and Flux3, whose grid is in the values
-    of tensors.
+    Pipelines that share a model, for instance through `from_pipe`, share its AVQ. Models that
+    diffusers builds from a UNet start without AVQ: `ControlNetModel.from_unet`, and AnimateDiff's
+    UNet. `torch.export` takes models with AVQ, except Flux, Flux2 and Flux3, whose grid is in
+    tensor values.
 
     Args:
-        pipe: a pipeline with a `unet` or a `transformer`, one of these, or a vision model of
-            transformers (ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and others of their kind,
-            with any head).
+        pipe: a pipeline with a `unet` or a `transformer`, one of these models, or a vision model of
+            transformers (ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and similar, with any head).
         source: an `AVQConfig` of sizes and levels, `AVQCodebooks` of this model (UNets and vision
             models), or the `ErrorProfile` of an earlier measurement, which needs a tolerance. None
-            is M64P16C8 at the finest level with self-attention, M128P32C8E1024 in transformers of
-            diffusers.
+            is M64P16C8 at the finest level with self-attention, and M128P32C8E1024 in diffusers
+            transformers.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
-            that of exact attention, such as 0.02.
-        prompt: one or several prompts to measure on; needs a pipeline. Four or more make the
-            tolerance hold for others.
+            exact attention's, such as 0.02.
+        prompt: one or more prompts to measure on; needs a pipeline. Use four or more for the
+            tolerance to hold on other prompts.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
-        backend: as for `avq_attention`.
-        route: `"fastest"` runs exact attention where that is faster on this GPU for the number of
-            tokens: from a table of the package, or measured in some seconds and kept in the user's
-            cache folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.
+        backend: as in `avq_attention`.
+        route: `"fastest"` runs exact attention where it is faster on this GPU at this number of
+            tokens, according to a table in the package, or a measurement that takes seconds and is
+            cached in the user's cache folder. `"always"` runs AVQ. A number runs AVQ from that many
+            tokens on.
         **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
 
     Returns:
         `pipe`.
 
     Raises:
-        TypeError: AVQ does not know the model, `source` or `tolerance` has another type, a
-            tolerance lacks what it is measured on, or arguments of a measurement come without one.
-        ValueError: codebooks, profile or configuration do not fit the model, backend or route are
+        TypeError: AVQ does not know the model, `source` or `tolerance` has the wrong type, a
+            tolerance lacks examples to measure on, or measurement arguments come without a
+            tolerance.
+        ValueError: codebooks, profile or configuration do not fit the model, backend or route is
             unknown, the UNet has LinFusion layers, the transformer runs in context parallel, or the
             tolerance is not above 0.
     """
@@ -176,20 +177,20 @@ def _resolved(
     examples: Any,
     measurement: Mapping[str, Any],
 ) -> AVQSource | ErrorProfile | None:
-    """What `apply_avq` runs: a profile if there is a tolerance, else `source`."""
+    """What `apply_avq` runs: a profile if a tolerance is given, else `source`."""
     given = [host.examples] * (examples is not None) + [*measurement]
     if tolerance is None and not isinstance(source, ErrorProfile):
         if given:
             raise TypeError(
-                f"{', '.join(given)} belong to the measurement of a tolerance; pass "
-                f"tolerance=0.02, or drop them."
+                f"{', '.join(given)} only serve to measure for a tolerance; pass tolerance=0.02, "
+                f"or drop them."
             )
         check_source(source)
         return source
     checked_tolerance(tolerance)
     if isinstance(source, ErrorProfile):
         if given:
-            raise TypeError(f"an ErrorProfile is measured already; drop {', '.join(given)}.")
+            raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(given)}.")
         return source
     check_source(source)
     if isinstance(source, AVQCodebooks):
@@ -209,9 +210,9 @@ def _resolved(
 
 
 def remove_avq(pipe: AnyModel) -> AnyModel:
-    """Undo `apply_avq`: put the same attention back, and leave nothing of AVQ.
+    """Undo `apply_avq`: put the original attention back and leave no trace of AVQ.
 
-    A processor that another tool has since set over AVQ stays. Without AVQ nothing happens.
+    A processor that another tool has since set over AVQ stays. Does nothing without AVQ.
 
     Args:
         pipe: as for `apply_avq`.
@@ -230,9 +231,9 @@ def remove_avq(pipe: AnyModel) -> AnyModel:
 def avq_disabled(pipe: DiffusionPipeline | nn.Module) -> Iterator[None]:
     """Run exact attention inside the `with` block, in all threads that use these models.
 
-    Blocks may be nested, and may overlap in threads: AVQ is back when the last one has ended. AVQ
-    that `apply_avq` installs inside a block runs at once. Gradient checkpointing recomputes a layer
-    as it ran; a checkpoint around a whole model recomputes it as it would run during backward.
+    Blocks may nest, and may overlap across threads: AVQ is back when the last one ends. AVQ that
+    `apply_avq` installs inside a block runs at once. Gradient checkpointing recomputes a layer as
+    it ran; a checkpoint around a whole model recomputes it as it would run during backward.
 
     Args:
         pipe: as for `apply_avq`.
@@ -254,24 +255,23 @@ def set_num_refined(
 ) -> AnyModel:
     """Change how many parents each query tile refines: quality against speed, without reloading.
 
-    A UNet also takes schedules, which follow the timestep of each call. Threads that generate with
-    one UNet each follow their own timestep, except in compiled code. `torch.compile(unet)` makes
-    one graph for each part of a schedule; blocks compiled one by one make one for each number of
-    parents (for more than 8, raise `torch._dynamo.config.recompile_limit`). With `fullgraph=True`,
-    compile by `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before setting a schedule,
-    which then acts in calls of the compiled UNet only. A CUDA graph keeps the number that it was
-    captured with.
+    A UNet also takes schedules, which follow the timestep of each call. Threads that share a UNet
+    each follow their own timestep, except in compiled code. `torch.compile(unet)` makes one graph
+    per part of a schedule; blocks compiled one by one make one per number of parents (for more than
+    8, raise `torch._dynamo.config.recompile_limit`). With `fullgraph=True`, call
+    `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before setting a schedule, which then
+    only affects calls of the compiled UNet. A CUDA graph keeps the number it was captured with.
 
     Args:
         pipe: a pipeline or model with AVQ.
-        num_refined: between 0 and the number of parents of every layer concerned, or `"exact"` for
+        num_refined: between 0 and the number of parents of every affected layer, or `"exact"` for
             exact attention. Or a schedule in training timesteps, which fall from 1000 to 0:
             `{1000: "exact", 900: 16, 400: 8}` is exact from timestep 1000 down, refines 16 parents
             from 900 down and 8 from 400 down. The UNet then refuses samplers with other timesteps,
             such as EDM's and IPNDM. Or a plan: numbers or schedules by the name of a layer, or of a
-            module for all its layers. Longer names win over shorter ones. Layers without an entry
-            stay as they are.
-        level: change only the layers of this UNet level.
+            module for all its layers. Longer names take precedence. Layers without an entry stay
+            unchanged.
+        level: change only the layers at this UNet level.
         layer: change only the layer of this name, or the layers in this module, such as
             `"up_blocks.3"`.
 
@@ -280,11 +280,11 @@ def set_num_refined(
 
     Raises:
         TypeError: AVQ does not know the model, or a number of parents or a timestep is not an int.
-        ValueError: no AVQ layer matches, a plan's entry names none of the matching layers, a layer
-            cannot refine that many parents, a schedule does not begin at timestep 1000, or a model
-            without training timesteps is given one.
+        ValueError: no AVQ layer matches, an entry of a plan names none of the matching layers, a
+            layer cannot refine that many parents, a schedule does not begin at timestep 1000, or
+            the model has no training timesteps to follow.
     """
-    with CHANGES:  # no other thread takes the layers' AVQ off in between
+    with CHANGES:  # no other thread removes the layers' AVQ in between
         states = states_of(pipe)
         plan = planned_sizes(states, num_refined, level=level, layer=layer)
         for hosted in models_of(pipe):
@@ -308,11 +308,11 @@ def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
 
 
 def states_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerSpec, LayerState]:
-    """The layers that AVQ was applied to, at least one, named as in `summary`.
+    """The layers that AVQ was applied to, named as in `summary`.
 
     Raises:
         TypeError: `pipe` has no model that AVQ knows.
-        ValueError: it has no AVQ layer.
+        ValueError: there are none.
     """
     states = _by_full_name({hosted: hosted.states for hosted in models_of(pipe)})
     if not states:
@@ -336,19 +336,18 @@ def gather_codebooks(
     Args:
         model: the UNet or vision model that they are for.
         config: sizes and levels.
-        codebooks: one `Codebook` by the name of each layer of `select_layers(model,
-            config.levels, config.exact)`; copied. None for own codewords, which need changes of
-            projections.
-        projection_changes: by the name of each layer of a UNet, what AVQ adds to its
-            `to_q.weight`, `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`;
-            copied to float32.
+        codebooks: layer name -> `Codebook`, for every layer of `select_layers(model,
+            config.levels, config.exact)`; copied. None for own codewords, which need
+            `projection_changes`.
+        projection_changes: layer name -> what AVQ adds to a UNet layer's `to_q.weight`,
+            `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied to float32.
         **facts: `base_model`, `calibration` and `training`, kept in `config.json`.
 
     Raises:
         TypeError: `model` has no layer for AVQ.
         ValueError: names or shapes do not fit the model and `config`, an override matches none of
-            its layers, a tensor holds NaN or infinity, or own codewords have stored ones, a key
-            norm or no changes of projections.
+            its layers, a tensor holds NaN or infinity, or own codewords come with stored codewords,
+            with a key norm or without projection changes.
     """
     layers = select_layers(model, config.levels, config.exact, config.overrides)
     return AVQCodebooks.for_layers(layers, config, codebooks, projection_changes, **facts)
@@ -357,15 +356,15 @@ def gather_codebooks(
 def replace_attention(
     model: nn.Module, functions: Mapping[str, AttentionFunction], config: AVQConfig
 ) -> None:
-    """Run layers by other functions in place of AVQ, until `remove_avq`.
+    """Run layers with other functions in place of AVQ, until `remove_avq`.
 
     Calls that AVQ would not serve go to the layers' previous attention, as with AVQ.
 
     Args:
-        model: as for `apply_avq`.
-        functions: by the names of the layers of `config`. They take the arguments of
-            `avq_attention` and return its output and a name. Keys of a layer pass the `key_norm` of
-            its function, if it has one.
+        model: as in `apply_avq`.
+        functions: layer name -> function, for the layers of `config`. A function takes the
+            arguments of `avq_attention` and returns the output and a name; if it has a `key_norm`,
+            that is applied to the layer's keys.
         config: layers, sizes and order.
 
     Raises:
@@ -380,7 +379,7 @@ def replace_attention(
 def attention_replaced(
     model: nn.Module, functions: Mapping[str, AttentionFunction], config: AVQConfig
 ) -> Iterator[None]:
-    """`replace_attention` inside the `with` block; then the model is as it was, AVQ included."""
+    """`replace_attention` inside the `with` block; afterwards the model is restored, AVQ too."""
     (hosted,) = models_of(model)
     with installed(hosted, _states_with(hosted, functions, config)):
         yield
@@ -407,7 +406,7 @@ def _by_full_name(
 
 
 def _warn_of_another_model(pipe: DiffusionPipeline | nn.Module, codebooks: AVQCodebooks) -> None:
-    """Compare names on the Hub: layers of other models may have the same shapes."""
+    """Compare Hub names: layers of another model may have the same shapes."""
     made_for, model = codebooks.config["base_model"], name_of(pipe)
     if (
         _is_hub_id(made_for)

@@ -1,9 +1,9 @@
-"""Vision models of transformers: self-attention by transformers' `AttentionInterface`.
+"""Vision models of transformers: self-attention through transformers' `AttentionInterface`.
 
-A layer with AVQ has a copy of its config that names AVQ's attention function. So it runs AVQ
-whatever shares the config: another tower, or another model. Tokens before the grid (CLS,
-distillation, registers) are sinks: all queries meet their keys as themselves, and their own queries
-meet all keys. The patches run AVQ.
+A layer with AVQ has its own copy of the config that names AVQ's attention function, so other towers
+or models that share the config are unaffected. Tokens before the grid (CLS, distillation,
+registers) are sinks: all queries attend to their keys exactly, and their own queries attend to all
+keys exactly. The patches run AVQ.
 
 Shapes: B batch, H heads, N tokens of which the first T are sinks, D head dim.
 """
@@ -26,15 +26,15 @@ from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
 
 NAME = "avq"
-# Parameters of the tokens before the grid.
+# Parameters that hold the tokens before the grid.
 PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
-# Arguments of attention functions that change what attention means.
+# Arguments of attention functions that change what is computed.
 CHANGING_ARGUMENTS = ("position_bias", "softcap", "sliding_window", "s_aux", "cache")
 OTHER_FUNCTION = "another attention function"
 
 
 def register() -> None:
-    """Make the function known to transformers, once."""
+    """Register the function with transformers, once."""
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(NAME, vision_attention)
 
@@ -51,8 +51,8 @@ def vision_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in a layer with AVQ, or hand the call to the layer's previous function.
 
-    It takes what every function of the interface takes, query, key and value being (B, H, N, D),
-    and returns (B, N, H, D), with the attention weights if the previous function gives them.
+    Takes the arguments of every function of the interface, with query, key and value (B, H, N, D),
+    and returns (B, N, H, D), with attention weights if the previous function returns them.
     """
     state: LayerState = getattr(module, ATTRIBUTE)
     reason = _exact_because(module, state, query, key, value, attention_mask, dropout, arguments)
@@ -66,14 +66,14 @@ def vision_attention(
 
 
 def _previous_function(module: Any, state: LayerState) -> Callable[..., Any]:
-    """What computes the layer's attention without AVQ at this moment."""
+    """What would compute the layer's attention now without AVQ."""
     eager = _forward_of(module).__globals__["eager_attention_forward"]
     implementation = state.previous._attn_implementation
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
 
 
 def _has_other_function(module: Any, state: LayerState) -> bool:
-    """Whether that is neither transformers' nor the model's, and so may act on attention scores."""
+    """Whether that is neither transformers' nor the model's, so it may act on attention scores."""
     function = _previous_function(module, state)
     function = getattr(function, "func", function)  # kernels of the Hub are partial functions
     home = getattr(function, "__globals__", {}).get("__name__", "")
@@ -82,7 +82,7 @@ def _has_other_function(module: Any, state: LayerState) -> bool:
 
 
 def _tells_keys_apart(attention_mask: Any) -> bool:
-    """Whether a mask hides keys; the one that transformers makes for `torch.export` hides none."""
+    """Whether a mask hides keys; the one transformers builds for `torch.export` hides none."""
     is_expanded = isinstance(attention_mask, Tensor) and attention_mask.stride(-1) == 0
     return attention_mask is not None and not is_expanded
 
@@ -139,11 +139,11 @@ def _attend(
 
 
 class VisionHost(Host):
-    """ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and others of their kind.
+    """ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and similar models.
 
-    A layer is found by its structure. It asks transformers' attention interface for its function,
-    its config has a patch size, it is not causal and adds no bias of positions, and a convolution
-    that cuts the image into patches, its anchor, comes before it.
+    Layers are found by structure: the layer looks up its function in transformers' attention
+    interface, its config has a patch size, it is not causal and adds no position bias, and a
+    convolution that cuts the image into patches, its anchor, comes before it.
     """
 
     kind = "vision model"
@@ -156,7 +156,7 @@ class VisionHost(Host):
         return module if self.layers(module) else None
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        """Text towers have none."""
+        """Layers of text towers are left out."""
         found: dict[str, list[tuple[str, Any, Any]]] = {}
         projection, projection_path, block, block_path = None, "", None, ""
         modules = dict(model.named_modules())
@@ -215,7 +215,7 @@ class _VisionWatch(Watch):
     """The hooks of a module that cuts an image into patches and calls layers on them."""
 
     def __setstate__(self, content: dict[str, Any]) -> None:
-        register()  # a model may arrive in a process that has not applied AVQ
+        register()  # the model may be unpickled in a process that has not applied AVQ
         self.__dict__.update(content)
 
     def attach(self, caller: nn.Module) -> list[Any]:
@@ -242,7 +242,7 @@ VISION = VisionHost()
 
 
 def _num_prefix_tokens(caller: nn.Module) -> int:
-    """How many tokens the model puts before the patches, by their parameters."""
+    """How many tokens the model puts before the patches, from their parameters."""
     tokens = {name.rpartition(".")[2]: x for name, x in caller.named_parameters()}
     return sum(tokens[name].shape[:-1].numel() for name in PREFIX if name in tokens)
 
@@ -258,12 +258,12 @@ def _common_path(paths: Sequence[str]) -> str:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The function that computes a module, below what decorates it."""
+    """A module's forward function, without decorators."""
     return inspect.unwrap(type(module).forward)
 
 
 def _can_run(module: nn.Module) -> bool:
-    """Whether a module is such a layer, apart from the patches before it."""
+    """Whether a module is such a layer, disregarding the patches before it."""
     code = getattr(_forward_of(module), "__code__", None)
     return (
         code is not None

@@ -118,7 +118,7 @@ def test_backward_after_avq_has_changed_is_refused(change):
     unet = checkpointed()
     result = loss(unet)
     change(unet)
-    with pytest.raises(RuntimeError, match="has lost the AVQ that it ran with; run backward first"):
+    with pytest.raises(RuntimeError, match="no longer has the AVQ that it ran with; run backward"):
         result.backward()
 
 

@@ -379,7 +379,7 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
 @for_kinds(named("SD3", "Flux", "Qwen-Image", "Wan", "LTX"))
 def test_the_processor_of_unets_is_refused(kind):
     """Catches an error far from its cause, in the call and in the verbs."""
-    model, message = kind.make(), "AVQProcessor serves UNets.*call apply_avq"
+    model, message = kind.make(), "AVQProcessor only serves UNets.*call apply_avq"
     model.set_attn_processor(AVQProcessor())
     for use in (kind.predict, apply_avq, remove_avq, summary):
         with pytest.raises(TypeError, match=message):

@@ -162,7 +162,7 @@ class TestMeasure:
 
     def test_nan_names_the_layer(self, pipe):
         pipe.unet.get_submodule(LAYER).to_k.weight.data[0, 0] = math.nan
-        with pytest.raises(ValueError, match=rf"attention of {LAYER} gives NaN or infinity"):
+        with pytest.raises(ValueError, match=rf"attention of {LAYER} returns NaN or infinity"):
             measure(pipe, num_inference_steps=1)
 
     def test_samplers_without_training_timesteps(self, pipe):

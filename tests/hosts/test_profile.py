@@ -319,7 +319,7 @@ class TestApply:
                 for x in ("0.1", True)
             ),
             *(
-                (make, arguments, TypeError, f"{name} belong to the measurement of a tolerance")
+                (make, arguments, TypeError, f"{name} only serve to measure for a tolerance")
                 for make, arguments, name in (
                     (PIPE, {"prompt": PROMPT}, "prompt"),
                     (TRANSFORMER, {"seed": 1}, "seed"),
@@ -348,7 +348,7 @@ class TestApply:
         found = profile_of(pipe, {1000: FINE})
         with pytest.raises(TypeError, match=r"tolerance must be a number .* got None"):
             apply_avq(pipe, found)
-        with pytest.raises(TypeError, match="an ErrorProfile is measured already; drop prompt"):
+        with pytest.raises(TypeError, match="an ErrorProfile is already measured; drop prompt"):
             apply_avq(pipe, found, tolerance=0.1, prompt=PROMPT)
         with pytest.raises(ValueError, match="apply it without codebooks"):
             apply_avq(pipe, random_codebooks(pipe.unet), tolerance=0.1, prompt=PROMPT)

@@ -75,8 +75,8 @@ class TestErrors:
         [
             (5, ValueError, r"between 0 and 4 in down_blocks\.1.*, but got 5"),
             (-1, ValueError, r"between 0 and 8 in down_blocks\.0.*, but got -1"),
-            (1.0, TypeError, "num_refined must be an int, but got float"),
-            ({1000: "dense"}, TypeError, "but got str; only 'exact' may take the place"),
+            (1.0, TypeError, "num_refined must be an int or 'exact', but got float"),
+            ({1000: "dense"}, TypeError, "num_refined must be an int or 'exact', but got str"),
             ({400: 1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 1\}"),
             ({1001: 1, 1000: 2}, ValueError, "must begin at timestep 1000"),
             ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and have none below 0"),
