@@ -47,30 +47,30 @@ def avq_attention(
 ) -> Tensor:
     """Adaptive vector-quantized attention (paper, section Method).
 
-    Every key goes to its nearest parent, and there to a child that is closer, or it stays. Its cell
-    represents it, or its leaf in query tiles that refine its parent. A tile refines the parents of
-    largest importance, the attention that its queries pay to the cell; with means, of largest
-    importance times spread, the variance of the cell's keys around their mean. Exact keys,
-    those of the leaves where a tile gains most, take part as themselves, and so do sink keys. With
-    as many exact keys as keys, this is exact attention.
+    Each key is assigned to its nearest parent, then to that parent's nearest child if closer;
+    otherwise it stays with the parent. Its cell represents it, or its leaf in query tiles that
+    refine its parent. A tile refines the parents with the largest importance, the attention that
+    its queries pay to the cell; with means, importance times spread, the variance of the cell's
+    keys around their mean. The keys of the leaves where a tile gains most are exact: they take part
+    as themselves, and so do sink keys. With as many exact keys as keys, this is exact attention.
 
-    Without a codebook, the codewords are keys of this call: the parents are evenly spaced in
-    `key_order`, the children in the cell of their parent.
+    Without a codebook, codewords are keys of this call: parents are evenly spaced in `key_order`,
+    children evenly spaced in their parent's cell.
 
     Backends:
 
-    - `"triton"`: kernels for NVIDIA GPUs, of linear cost.
-    - `"torch"`: PyTorch on any device, of linear cost.
-    - `"dense"`: PyTorch's attention over the replaced keys, of quadratic cost. Works only if all
-      query tiles see the same keys (they refine no parent, or all), codewords are stored, and
-      there are neither exact nor sink keys.
+    - `"triton"`: kernels for NVIDIA GPUs, linear cost.
+    - `"torch"`: PyTorch on any device, linear cost.
+    - `"dense"`: PyTorch's attention over the replaced keys, quadratic cost. Only works with stored
+      codewords, without exact or sink keys, and if all query tiles see the same keys (they refine
+      no parent, or all).
     - `"reference"`: the definition, slow.
     - `"auto"`: `"dense"` if a gradient is needed and this computes it faster, else `"triton"` if
       the kernels can run, else `"torch"`.
 
-    Every backend is differentiable once in query, key, value and the sinks. Assignments and the
-    choice of parents and of exact keys are constants. Gradients of keys are exact for means and
-    straight-through for stored codewords; the codebook gets none.
+    Every backend is once differentiable in query, key, value and sinks. Assignments and the choice
+    of parents and exact keys are constants. Key gradients are exact with means and straight-through
+    with stored codewords; the codebook gets none.
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64. Any strides; a view of
@@ -78,23 +78,23 @@ def avq_attention(
         key, value: (B, H, S, D), same dtype and device as `query`.
         codebook: H heads and head dim D, on the same device. Converted to the dtype of `query`, or
             to float32 if that is narrower. None takes the codewords from `key`.
-        num_parents, num_children: sizes without a codebook, at most 16 codewords M0 (1 + C) for
-            each key; a codebook has its own.
+        num_parents, num_children: sizes without a codebook, at most 16 codewords M0 (1 + C) per
+            key; a codebook has its own.
         num_refined: parents refined per query tile; 0 is flat VQ-attention.
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
-        num_updates: Lloyd updates that move the parents to the means of their keys first.
-        exact_keys: most keys that a query tile meets as themselves. Leaves, and cells that the tile
-            does not refine, are taken by the gain of each of their keys: the attention that it
+        num_updates: Lloyd updates that first move the parents to the means of their keys.
+        exact_keys: most keys per query tile that attend as themselves. Leaves, and cells that the
+            tile does not refine, are taken in order of gain per key: the attention the key
             receives times the squared variance of the keys around what represents them.
-        sink_key, sink_value: (B, H, T, D), dtype and device of `query`, that every query meets as
-            themselves, such as the text tokens of a joint attention. They take no part in
-            codewords and importance.
-        query_tile: consecutive queries of `query_order` that share one choice of parents.
-        query_order: (N,) int32 or int64 permutation of the queries, from which tiles are cut. None
-            is the order of `query`; the output always has that order. Not checked to be a
+        sink_key, sink_value: (B, H, T, D), dtype and device of `query`: keys that every query
+            attends to exactly, such as the text tokens of a joint attention. They do not affect
+            codewords or importance.
+        query_tile: number of consecutive queries in `query_order` that share one choice of parents.
+        query_order: (N,) int32 or int64 permutation of the queries that tiles are cut from. None
+            is the order of `query`; the output is always in that order. Not verified to be a
             permutation, because that would synchronize with the device.
-        key_order: (S,) int32 or int64 permutation of the keys, from which codewords are taken
+        key_order: (S,) int32 or int64 permutation of the keys that codewords are taken from
             without a codebook. None is `query_order` if there are as many queries as keys, else
             the order of `key`.
         scale: factor on the logits; None is 1 / sqrt(D).
@@ -107,8 +107,8 @@ def avq_attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or numbers do not agree, or the backend is unknown or cannot
             run here.
-        NotImplementedError: an input has a tangent, for forward-mode derivatives, or the call is
-            inside a transform of `torch.func`.
+        NotImplementedError: an input has a forward-mode tangent, or the call is inside a
+            `torch.func` transform.
     """
     output, _ = attention_and_backend(
         query,
@@ -141,11 +141,11 @@ def attention_and_backend(
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """`avq_attention`, and the backend that ran: never "auto".
+    """`avq_attention`, plus the name of the backend that ran: never "auto".
 
     Args:
-        query, key, value, codebook, backend: as `avq_attention`.
-        **options: all others of `avq_attention`.
+        query, key, value, codebook, backend: as in `avq_attention`.
+        **options: the other arguments of `avq_attention`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
@@ -157,14 +157,14 @@ def attention_and_backend(
         needs_grad = _needs_grad(*tensors.tokens())
         if not needs_grad and not _is_watched(query, key, value):
             return _launch_kernels(tensors, spec), backend
-        # A codebook that requires a gradient gets none.
+        # No gradient for the codebook, even if it requires one.
         with torch.set_grad_enabled(needs_grad):
             return _kernel_attention(*tensors, spec.numbers(), spec.scale), backend
 
     tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     if backend == "torch":
         return _attention(*tensors, spec.numbers(), spec.scale), backend
-    # Autocast would choose parents by half-precision products.
+    # Autocast would choose parents in half precision.
     with torch.autocast(query.device.type, enabled=False):
         parents, children = tensors.parents, tensors.children
         if parents is not None and children is not None and backend == "dense":
@@ -198,7 +198,7 @@ def _settle(tensors: Tensors, options: Mapping[str, Any], backend: str) -> tuple
                 *map(type, numbers),
             )
             found = _settled.get(looks)
-        except (AttributeError, TypeError):  # an argument of a wrong type, perhaps without a hash
+        except (AttributeError, TypeError):  # an argument of the wrong type, perhaps unhashable
             looks = found = None
         if found is not None:
             return found
@@ -218,7 +218,7 @@ def _look(x: Tensor) -> tuple[object, ...]:
 
 
 def _is_watched(*tensors: Tensor) -> bool:
-    """Whether a compiler, a trace, a mode or a kind of tensor must see an operation."""
+    """Whether a compiler, tracer, mode or tensor subclass must see the operation."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -231,11 +231,11 @@ def resolve_backend(backend: str, tensors: Tensors, spec: Spec) -> str:
     """Return the backend that `avq_attention` would run: never "auto".
 
     Args:
-        backend: what the call asks for.
-        tensors, spec: of the call, checked.
+        backend: the requested backend.
+        tensors, spec: the checked call.
 
     Raises:
-        ValueError: the backend is unknown or cannot run; the message lists every limit that fails.
+        ValueError: the backend is unknown or cannot run; the message lists every violated limit.
     """
     check_backend(backend)
     if backend != "auto":
@@ -265,7 +265,7 @@ def check_backend(backend: str) -> None:
 
 
 def _refuse_transforms(backend: str, *tensors: Tensor | None) -> None:
-    """Custom operators drop tangents, so derivatives would be zero, and have no rule for others."""
+    """Custom operators silently drop tangents and have no rules for `torch.func`."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -284,7 +284,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-# What the operators take: the fields of `Tensors`, then those of a `Spec`.
+# Operator arguments: the fields of `Tensors`, then those of a `Spec`.
 _CALL = ", ".join(
     [
         *(f"Tensor {name}" for name in Tensors._fields[:3]),
@@ -296,13 +296,13 @@ _CALL = ", ".join(
 
 
 def _call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
-    """The arguments of an operator, of which only `torch.jit.trace` changes the shapes."""
+    """Unpack an operator's arguments; only `torch.jit.trace` can change their shapes."""
     *tensors, numbers, scale = arguments
     call = Tensors(*tensors)
     order, num_queries = call.query_order, call.query.shape[2]
     if order is not None and order.shape[0] != num_queries:
         raise ValueError(
-            f"torch.jit.trace serves the number of tokens that it was made with: expected "
+            f"a torch.jit.trace only takes the number of tokens it was traced with: expected "
             f"{order.shape[0]}, but got {num_queries}."
         )
     return call, Spec.of_numbers(numbers, scale)
@@ -328,7 +328,7 @@ def _kernel_attention(*arguments: Any) -> Tensor:
 
 
 def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
-    """The output of kernels; that of PyTorch if they need too much of the GPU, or are wrong."""
+    """Run the kernels, or PyTorch if they exceed the GPU's resources or fail the self-check."""
     kernels = _kernels()
     with _current(tensors.query.device):
         try:
@@ -346,9 +346,9 @@ def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
 
 
 def _note_lack(tensors: Tensors, spec: Spec, error: Exception) -> None:
-    """Remember that calls of this kind need more than the GPU has."""
-    warnings.warn(f"AVQ runs in PyTorch for calls such as this one: {error}", stacklevel=3)
-    faults[kind_of_call(tensors, spec)] = f"the kernels need too much of this GPU: {error}"
+    """Remember that calls of this kind exceed the GPU's resources."""
+    warnings.warn(f"AVQ runs in PyTorch for calls like this one: {error}", stacklevel=3)
+    faults[kind_of_call(tensors, spec)] = f"the kernels exceed this GPU's resources: {error}"
     _settled.clear()
 
 
@@ -365,7 +365,7 @@ def _kernels() -> SimpleNamespace:
 
 
 def _current(device: torch.device) -> AbstractContextManager:
-    """Makes the device current: Triton launches there."""
+    """Make the device current: Triton launches on the current one."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return _NOTHING if is_current else torch.cuda.device(device)
 
@@ -373,7 +373,7 @@ def _current(device: torch.device) -> AbstractContextManager:
 def _kernel_codewords(
     tensors: Tensors, spec: Spec
 ) -> tuple[tables.StoredCodes | None, Tensor | None]:
-    """Stored codewords and updated parents as the kernels take them, one or none of the two."""
+    """Stored codewords or updated parents, in the kernels' form; at most one of the two."""
     if tensors.parents is not None and tensors.children is not None:
         dtype = tensors.key.dtype
         return _packed_codewords(tensors.parents, tensors.children, spec.scale, dtype), None
@@ -404,7 +404,7 @@ def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _gradients_by_kernels(grad_output: Tensor, tensors: Tensors, spec: Spec) -> list[Tensor] | None:
-    """Gradients of all tokens; None if the kernels need too much of the GPU, or are wrong."""
+    """Gradients of all tokens; None if the kernels exceed the GPU's resources or are wrong."""
     kernels = _kernels()
     with _current(tensors.query.device):
         try:
@@ -439,7 +439,7 @@ def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 def _refuse_second_derivatives(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError(
-        "avq_attention is differentiable once; for second derivatives use exact attention."
+        "avq_attention is only once differentiable; for second derivatives use exact attention."
     )
 
 
@@ -484,7 +484,7 @@ class _Packed(NamedTuple):
     codes: tables.StoredCodes
 
 
-# The tables of each tensor of parents. A codebook that moves or changes in place is packed again.
+# Packed tables per parents tensor. A codebook that moves or changes in place is packed again.
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -492,7 +492,7 @@ def _packed_codewords(
     parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
 ) -> tables.StoredCodes:
     """`codewords.pack`, cached for the lifetime of the codebook."""
-    if parents.is_inference() or children.is_inference():  # they have no version counter
+    if parents.is_inference() or children.is_inference():  # no version counter
         return tables.pack(parents, children, scale=scale, dtype=dtype)
     states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))
     tables_of = _packed.setdefault(parents, {})
@@ -500,7 +500,7 @@ def _packed_codewords(
     if found is not None and found.children() is children and found.states == states:
         return found.codes
     codes = tables.pack(parents, children, scale=scale, dtype=dtype)
-    # Tensors that are allocated during the capture of a CUDA graph belong to that graph.
+    # Tensors allocated during CUDA graph capture belong to that graph.
     if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
         tables_of[scale, dtype] = _Packed(weakref.ref(children), states, codes)
     return codes

@@ -1,7 +1,7 @@
-"""Metrics of how well codewords fit a layer: capture, quantization error, usage.
+"""How well codewords fit a layer: capture, quantization error, usage.
 
-Every metric has one value per head, (H,): a mean would hide bad heads. Codewords are those of
-`avq_attention` for the same arguments.
+Every metric has one value per head, (H,): a mean would hide bad heads. Codewords are the ones that
+`avq_attention` uses for the same arguments.
 
 Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
@@ -47,12 +47,12 @@ def capture(
 ) -> Tensor:
     """Share of exact attention that falls on keys of refined parents (paper, Tab. elastic_p).
 
-    Its cost is that of exact attention, in pieces of bounded memory.
+    Costs as much as exact attention, in bounded memory.
 
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
-        codebook: of H heads and head dim D, or None for codewords from the keys.
+        codebook: H heads and head dim D, or None for codewords from the keys.
         num_refined, **options: as in `avq_attention`.
 
     Returns:
@@ -66,10 +66,10 @@ def capture(
 
 
 def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
-    """`capture` of any choice of parents.
+    """`capture` for any choice of parents.
 
     Args:
-        mass: (B, H, T, M0) of `attention_mass`.
+        mass: (B, H, T, M0), from `attention_mass`.
         refined: (B, H, T, M0) bool.
 
     Returns:
@@ -82,10 +82,10 @@ def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
 def attention_mass(
     query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
-    """Exact attention of each query tile that falls on the keys of each parent.
+    """Exact attention mass from each query tile to the keys of each parent.
 
-    Importance estimates it; the parents of largest mass are the best to refine (paper,
-    Tab. tiled_capture). `query`, `key`, `codebook`, `options` and errors are those of `capture`.
+    Importance is an estimate of it; the parents with the largest mass are the best to refine
+    (paper, Tab. tiled_capture). `query`, `key`, `codebook`, `options` and errors as in `capture`.
 
     Returns:
         (B, H, T, M0) for T query tiles; the sum over parents is the number of queries in a tile.
@@ -111,12 +111,12 @@ def refined_parents(
     importance_tile: int | None = None,
     **options: Unpack[DiagnosticOptions],
 ) -> Tensor:
-    """The parents that AVQ attention refines in each query tile; errors are those of `capture`.
+    """The parents that AVQ attention refines in each query tile; errors as in `capture`.
 
     Args:
-        query, key, codebook, num_refined, **options: as for `capture`.
+        query, key, codebook, num_refined, **options: as in `capture`.
         importance_tile: parents per tile of the tiled importance, as in `reference.importance`;
-            None is the exact one, that of AVQ attention.
+            None is the exact importance that AVQ attention uses.
 
     Returns:
         (B, H, T, M0) bool for T query tiles.
@@ -132,13 +132,12 @@ def commitment_loss(
 ) -> Tensor:
     """Mean squared distance of the keys to what represents their leaves.
 
-    With stored codewords it is the loss of the paper (Tab. perlayer_imagenet); distillation logs
-    and weights its mean over heads, divided by D. Differentiable in `key`; codewords get no
-    gradient.
+    With stored codewords this is the paper's loss (Tab. perlayer_imagenet); distillation logs and
+    weights its mean over heads, divided by D. Differentiable in `key`; codewords get no gradient.
 
     Args:
         key: (..., H, S, D).
-        codebook: of H heads and head dim D, or None for codewords from the keys.
+        codebook: H heads and head dim D, or None for codewords from the keys.
         **options: as in `avq_attention`.
 
     Returns:
@@ -157,10 +156,10 @@ def commitment_loss(
 def quantization_error(
     key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
-    """`commitment_loss` of the same `key`, `codebook` and `options`, in variances of the keys.
+    """`commitment_loss` for `key`, `codebook` and `options`, divided by the variance of the keys.
 
     Returns:
-        (H,); 0 is exact, 1 is what a single codeword at the mean of the keys would reach.
+        (H,); 0 is exact, 1 is the error of a single codeword at the mean of the keys.
     """
     loss = commitment_loss(key, codebook, **options)
     variance = heads_first(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
@@ -170,7 +169,7 @@ def quantization_error(
 def leaf_counts(
     key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
-    """Number of keys that each leaf takes; `key`, `codebook`, `options` as for `commitment_loss`.
+    """Number of keys in each leaf; `key`, `codebook`, `options` as in `commitment_loss`.
 
     Returns:
         (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
@@ -185,8 +184,8 @@ def leaf_counts(
 
 
 def active_ratio(counts: Tensor) -> Tensor:
-    """Share of codewords with more than 1 % of the fair share of keys, the number of keys over
-    M0 (1 + C) (paper, appendix "Codebook utilization").
+    """Share of codewords with more than 1 % of an even share of the keys, one in M0 (1 + C)
+    (paper, appendix "Codebook utilization").
 
     A parent counts all keys of its cell. To rate a codebook on a data set, sum the counts first.
 
@@ -203,7 +202,7 @@ def active_ratio(counts: Tensor) -> Tensor:
 
 
 def perplexity(counts: Tensor) -> Tensor:
-    """Exponential of the entropy of the leaves' shares of keys: how many leaves are in even use.
+    """Exponential of the entropy of the leaves' key shares: the effective number of leaves.
 
     Args:
         counts: (..., M0, 1 + C) keys per leaf, as from `leaf_counts`.
@@ -220,8 +219,8 @@ def constraint_error(codebook: Codebook) -> Tensor:
     """How far children are from averaging to their parent (paper, Eq. parent_constraint).
 
     Returns:
-        (H,) largest distance between a parent and the mean of its children, in root mean square
-        distances of a child to its parent; 0 for a flat codebook.
+        (H,) largest distance between a parent and the mean of its children, divided by the RMS
+        distance of a child to its parent; 0 for a flat codebook.
     """
     offsets = codebook.children - codebook.parents[:, :, None]
     if codebook.num_children == 0:
@@ -238,8 +237,8 @@ def _call(
     options: DiagnosticOptions,
     num_refined: int = 0,
 ) -> tuple[Tensors, Spec]:
-    """The call of `avq_attention`, or its refusal. Keys stand in for the values."""
-    # Its keyword-only arguments, so that there is one place for their defaults.
+    """The checked call of `avq_attention`, with keys standing in for values."""
+    # Defaults come from its signature, the only place that states them.
     given = {**(avq_attention.__kwdefaults__ or {}), **options, "num_refined": num_refined}
     del given["backend"]
     tensors = Tensors.of_call(query, key, key, codebook, given)
@@ -280,11 +279,11 @@ def _quantized(tensors: Tensors, spec: Spec) -> _Quantized:
 
 
 def _parent_scores(tensors: Tensors, spec: Spec, importance_tile: int | None) -> Tensor:
-    """What refined parents are chosen by, (B, H, T, M0)."""
+    """The scores that refined parents are chosen by, (B, H, T, M0)."""
     found = _quantized(tensors, spec)
     query, key = _at_least_fp32(tensors)
     parents = found.parents.to(query.dtype)
-    # `reference.spread` in memory O(S D).
+    # `reference.spread` in O(S D) memory.
     distance = key - parents.gather(2, found.cell[..., None].expand_as(key))
     distance = distance.square().sum(dim=-1, keepdim=True).flatten(0, 1)
     sums, counts = leaf_sums(distance, found.cell.flatten(0, 1), spec.num_parents)
@@ -317,10 +316,10 @@ def _at_least_fp32(tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _query_tiles(tensors: Tensors, spec: Spec, *, row_elements: int) -> Iterator[Tensor]:
-    """Queries (B, H, T, I, D) of T tiles at a time; a last tile that is not full comes alone.
+    """Queries (B, H, T, I, D) of T tiles at a time; a partial last tile comes alone.
 
     Args:
-        row_elements: numbers that are computed per query; few tiles at a time bound the memory.
+        row_elements: numbers computed per query, which bound T to save memory.
     """
     query, _ = _at_least_fp32(tensors)
     batch, heads, num_queries, _ = query.shape

@@ -1,4 +1,4 @@
-"""What each backend can do, as data that dispatch, refusals, tests and README's limits read."""
+"""What each backend can do, as data read by dispatch, error messages, tests and the README."""
 
 import operator
 import os
@@ -11,20 +11,19 @@ import torch
 from avq_diffusers.attention.spec import Spec, Tensors
 
 HAS_TRITON = find_spec("triton") is not None
-# What Triton makes of matrix products, by major compute capability. Others have "mma" (Ampere, Ada,
-# consumer Blackwell), whose operands are in registers.
+# Triton's matmul instruction by major compute capability. Others have "mma" (Ampere, Ada, consumer
+# Blackwell), with operands in registers.
 MATRIX_INSTRUCTIONS = {9: "wgmma", 10: "tcgen05"}
 
-# GPUs on which the tests compared the kernels with the definition, and the version of Triton.
+# GPUs on which the tests compared kernels and definition -> Triton version.
 VERIFIED = {"NVIDIA H100": "3.6", "NVIDIA H200": "3.6"}
 
-# What was found wrong in this process: by device and, if only some calls are concerned, what these
-# have in common.
+# Faults found in this process, by device and, if they only affect some calls, the kind of call.
 faults: dict[tuple[Any, ...], str] = {}
 
 
 def matrix_instructions(capability: tuple[int, int]) -> str:
-    """What Triton makes of matrix products: `"mma"`, `"wgmma"` or `"tcgen05"`.
+    """Triton's matmul instruction: `"mma"`, `"wgmma"` or `"tcgen05"`.
 
     Args:
         capability: compute capability, major and minor.
@@ -35,19 +34,19 @@ def matrix_instructions(capability: tuple[int, int]) -> str:
 class Limit(NamedTuple):
     """A limit of a backend."""
 
-    value: Any  # what is allowed: the largest number, or all values
+    value: Any  # what is allowed: the largest number, or a set of values
     found: Callable[[Tensors, Spec], Any]  # what a call has; None where the limit does not apply
-    # Why a call cannot run, a format of `value`, `found`, `device`, `shape` and `spec`.
+    # Why a call cannot run; a format string with `value`, `found`, `device`, `shape` and `spec`.
     message: str
     allows: Callable[[Any, Any], bool] = operator.contains  # whether `value` allows what was found
 
 
 def obstacles(backend: str, tensors: Tensors, spec: Spec) -> list[str]:
-    """Why a backend cannot run a call: one reason for every limit that fails, none if it can.
+    """Why a backend cannot run a call: one reason per violated limit, none if it can.
 
     Args:
         backend: one of `LIMITS`.
-        tensors, spec: of the call, checked.
+        tensors, spec: the checked call.
     """
     reasons = []
     for limit in LIMITS[backend].values():
@@ -59,7 +58,7 @@ def obstacles(backend: str, tensors: Tensors, spec: Spec) -> list[str]:
 
 
 def _device(tensors: Tensors, spec: Spec) -> str:
-    """`"nvidia"`, `"amd"`, `"interpreter"` for a CPU that interprets kernels, or another type."""
+    """`"nvidia"`, `"amd"`, `"interpreter"` for a CPU that interprets kernels, or other types."""
     device = tensors.query.device.type
     if device == "cuda":
         return "nvidia" if torch.version.hip is None else "amd"
@@ -68,24 +67,24 @@ def _device(tensors: Tensors, spec: Spec) -> str:
 
 
 def _capability(tensors: Tensors, spec: Spec) -> tuple[int, int]:
-    """Compute capability of a GPU; other devices are as the least that is served."""
+    """Compute capability of a GPU; for other devices, the lowest one supported."""
     if _device(tensors, spec) == "nvidia":
         return torch.cuda.get_device_capability(tensors.query.device)
     return (8, 0)
 
 
 def _wide_head_dim(tensors: Tensors, spec: Spec) -> int | None:
-    """Of float32, whose operands must fit registers or, on capability 10, tensor memory."""
+    """A float32 head dim whose operands may not fit registers, or tensor memory on sm_100."""
     has_wgmma = matrix_instructions(_capability(tensors, spec)) == "wgmma"
     is_wide = tensors.query.dtype == torch.float32 and not has_wgmma
     return tensors.query.shape[3] if is_wide else None
 
 
 def kind_of_call(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
-    """What calls have in common that need the same resources of a GPU.
+    """Key shared by calls that need the same GPU resources.
 
     Args:
-        tensors, spec: of one of them, checked.
+        tensors, spec: the checked call.
     """
     return tensors.query.device, tensors.query.dtype, tensors.query.shape[3], spec
 
@@ -107,14 +106,14 @@ def _most(value: int, name: str, found: Callable[[Tensors, Spec], int | None]) -
     return Limit(value, found, name + " must be at most {value}, but is {found}", operator.ge)
 
 
-# By backend and name. Their order is that of the reasons in a refusal.
+# By backend and name, in the order in which an error message lists them.
 LIMITS: dict[str, dict[str, Limit]] = {
     "triton": {
         "installation": Limit((True,), lambda call, spec: HAS_TRITON, "triton is not installed"),
         "vendor": Limit(
             ("nvidia",),
             lambda call, spec: _device(call, spec) if call.query.is_cuda else None,
-            "the kernels have been tried on NVIDIA GPUs only",
+            "the kernels have only been tried on NVIDIA GPUs",
         ),
         "device": Limit(
             ("interpreter",),

@@ -1,7 +1,7 @@
-"""Codewords made from the keys of the call itself, in plain PyTorch.
+"""Codewords from the keys of the call itself, in plain PyTorch.
 
-The parents are keys that are evenly spaced in the key order. The children of a parent are keys of
-its cell that are evenly spaced in the order of keys.
+Parents are keys evenly spaced in the key order; children are keys evenly spaced in their parent's
+cell, in index order.
 
 Shapes: H heads (of all batch elements in a chunk), S keys, D head dim, M0 parents, C children.
 """
@@ -14,7 +14,7 @@ from avq_diffusers.codebook.assignment import leaf_sums, nearest_leaves, nearest
 
 
 def codewords_and_leaves(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents (B H, M0, D) and children of a call, and the leaf (B H, S) of every key.
+    """Parents (B H, M0, D) and children of a call, and the leaf (B H, S) of each key.
 
     Stored codewords are float64 for float64 keys, else float32.
     """
@@ -52,9 +52,9 @@ def updated(key: Tensor, parents: Tensor) -> Tensor:
 
 
 def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
-    """For every parent, keys (H, M0, C, D) of its cell, evenly spaced in the order of keys.
+    """For each parent, keys (H, M0, C, D) of its cell, evenly spaced in index order.
 
-    A cell with fewer keys has equal children, an empty one its parent: no key chooses them.
+    A cell with fewer keys repeats children, an empty one its parent; no key chooses these.
     """
     heads, num_parents, head_dim = parents.shape
     if num_children == 0:

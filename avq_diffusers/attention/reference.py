@@ -34,21 +34,20 @@ def avq_attention(
 ) -> Tensor:
     """Softmax attention over keys replaced by codewords, refined where a query tile gains most.
 
-    A query tile refines the parents of largest importance; if means represent the keys, those of
-    largest importance times spread.
+    A query tile refines the parents with the largest importance; if means represent the keys, with
+    the largest importance times spread.
 
-    Assignments and the choice of parents and of exact keys are constants of the gradient. Gradients
-    of keys pass through the means, or straight through the quantization if codewords represent
-    themselves.
+    The gradient treats assignments and the choice of parents and exact keys as constants. Key
+    gradients pass through the means, or straight through the quantization with stored codewords.
 
     Args:
         query, key, value, num_parents, num_children, num_refined, codewords, num_updates,
-        exact_keys, sink_key, sink_value, query_tile, query_order, key_order, scale: as for
+        exact_keys, sink_key, sink_value, query_tile, query_order, key_order, scale: as in
             `api.avq_attention`.
         parents: (H, M0, D), dtype of `query` or wider; None takes codewords from the keys.
         children: (H, M0, C, D), dtype of `parents`.
-        importance_tile: parents per tile of the tiled importance, which backends do not have; None
-            is that of `importance` over all parents.
+        importance_tile: parents per tile of the tiled importance, which no backend implements;
+            None computes importance over all parents at once.
 
     Returns:
         (B, H, N, D) in the order of `query`.
@@ -115,7 +114,7 @@ def avq_attention(
 
 
 def spaced_keys(key: Tensor, num_parents: int, key_order: Tensor | None) -> Tensor:
-    """Keys evenly spaced in the key order, the parents of a call without a codebook.
+    """Keys evenly spaced in the key order: the parents of a call without a codebook.
 
     Args:
         key: (B, H, S, D).
@@ -132,7 +131,7 @@ def spaced_keys(key: Tensor, num_parents: int, key_order: Tensor | None) -> Tens
 
 
 def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
-    """For every parent, keys of its cell evenly spaced in the order of keys.
+    """For each parent, keys of its cell, evenly spaced in index order.
 
     Args:
         key: (B, H, S, D).
@@ -141,7 +140,7 @@ def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> 
         num_children: C.
 
     Returns:
-        (B, H, M0, C, D). An empty cell has copies of its parent: no key is closer to them.
+        (B, H, M0, C, D). An empty cell repeats its parent, which no key prefers.
     """
     children = parents[:, :, :, None].repeat(1, 1, 1, num_children, 1)
     for b, h, p in torch.cartesian_prod(*map(torch.arange, parents.shape[:3])).tolist():
@@ -153,7 +152,7 @@ def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> 
 
 
 def nearest(key: Tensor, parents: Tensor) -> Tensor:
-    """Nearest parent of each key, of equal ones the lower index.
+    """Nearest parent of each key; ties go to the lower index.
 
     Args:
         key: (B, H, S, D).
@@ -197,15 +196,15 @@ def importance(
 ) -> Tensor:
     """Attention mass that each parent receives from the queries of one tile (Eq. importance).
 
-    With `importance_tile`, a softmax denominator covers the parents up to the end of the codeword
-    tile and is extrapolated from the keys seen so far to all keys (appendix "Computing Importance
-    with Tiled Codewords").
+    With `importance_tile`, the softmax denominator covers the parents up to the end of the codeword
+    tile, extrapolated from the keys seen so far to all keys (appendix "Computing Importance with
+    Tiled Codewords").
 
     Args:
         tile_query: (B, H, I, D), the queries of one tile.
         parents: (H, M0, D) or (B, H, M0, D).
         counts: (B, H, M0), keys per parent.
-        scale: of the logits.
+        scale: factor on the logits.
 
     Returns:
         (B, H, M0); exact importance sums to I over the parents.
@@ -226,7 +225,7 @@ def importance(
 
 
 def spread(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:
-    """Variance of the keys of each codeword around it: their mean squared distance to it.
+    """Variance of each codeword's keys around it: their mean squared distance to it.
 
     Args:
         key: (B, H, S, D).
@@ -249,15 +248,15 @@ def exact_gain(
     counts: Tensor,
     scale: float,
 ) -> Tensor:
-    """What a query tile gains from each key of a leaf or cell that it meets exactly.
+    """What a query tile gains per key of a leaf or cell whose keys become exact.
 
     The gain is the attention mass that one key receives from the tile's queries, times the squared
-    spread of its leaf. The softmax denominator is that of `importance`, over the parents.
+    spread of its leaf. The softmax denominator runs over the parents, as in `importance`.
 
     Args:
         tile_query: (B, H, I, D), the queries of one tile.
         leaves: (B, H, M, D), what represents leaves and cells.
-        spread: (B, H, M) of their keys.
+        spread: (B, H, M), spread of their keys.
         parents, counts, scale: as in `importance`.
 
     Returns:
@@ -270,9 +269,9 @@ def exact_gain(
 
 
 def select_exact(gain: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
-    """Mark leaves by falling gain, as long as they have at most `exact_keys` keys together.
+    """Mark leaves in order of decreasing gain, as long as they total at most `exact_keys` keys.
 
-    Of equal leaves the lower index comes first.
+    Ties go to the lower index.
 
     Args:
         gain, counts: (..., M).
@@ -286,7 +285,7 @@ def select_exact(gain: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
 
 
 def select(score: Tensor, num_refined: int) -> Tensor:
-    """Mark the `num_refined` parents of largest score. Of equal parents the lower index wins.
+    """Mark the `num_refined` parents with the largest scores; ties go to the lower index.
 
     Args:
         score: (..., M0), importance or importance times spread.
@@ -300,7 +299,7 @@ def select(score: Tensor, num_refined: int) -> Tensor:
 
 
 def _counts(index: Tensor, codewords: Tensor) -> Tensor:
-    """(B, H, M, 1) keys of each codeword."""
+    """(B, H, M, 1) number of keys of each codeword."""
     return F.one_hot(index, codewords.shape[2]).sum(dim=-2)[..., None]
 
 

@@ -1,9 +1,8 @@
-"""Kernels on GPUs that nobody verified are compared with the PyTorch path at their first use.
+"""On unverified GPUs, kernels are compared with the PyTorch path at their first use.
 
-A compiler or driver that makes something else of a kernel must not change an image unseen. The
-first call of a kind is computed twice, for one element of its batch, and compared tile by tile.
-What has passed is remembered for this GPU, this Triton and this package, in `folder` too if it is
-set.
+A compiler or driver that miscompiles a kernel must not change images silently. The first call of a
+kind is computed twice, for one batch element, and compared tile by tile. Passed checks are
+remembered per GPU, Triton version and package version, also on disk if `folder` is set.
 """
 
 import hashlib
@@ -21,12 +20,12 @@ from torch import Tensor
 from avq_diffusers.attention.limits import HAS_TRITON, VERIFIED, faults, kind_of_call
 from avq_diffusers.attention.spec import Spec, Tensors
 
-# Where passed checks are remembered between processes, if anywhere.
+# Where passed checks are remembered across processes; None remembers them in this one only.
 folder: Path | None = None
 
-# Largest distance of a tile of one head, relative to what it should be: several times what rounding
-# makes of a tile, and less than one wrong row. Rounding also decides between codewords of equal
-# importance: one tile in `RARE` may be off by `FLIPPED` times as much.
+# Largest relative distance of one head's tile: several times the rounding error of a tile, less
+# than one wrong row. Rounding also decides between codewords of equal importance, so one tile in
+# `RARE` may be off by `FLIPPED` times as much.
 LARGEST_ERROR = 0.1
 RARE, FLIPPED = 1000, 5
 TILE = 64
@@ -36,10 +35,10 @@ _passed: set[tuple[Any, ...]] = set()
 
 @cache
 def is_verified(device: torch.device) -> bool:
-    """Whether tests have run on this kind of GPU with this Triton.
+    """Whether the tests have run on this kind of GPU with this Triton version.
 
     Args:
-        device: others than GPUs count as verified.
+        device: anything but a GPU counts as verified.
     """
     if device.type != "cuda":
         return True
@@ -48,12 +47,12 @@ def is_verified(device: torch.device) -> bool:
 
 
 def is_due(tensors: Tensors, spec: Spec, *, of: str = "attention") -> bool:
-    """Whether this call is the first of its kind on a GPU that is not verified.
+    """Whether this call is the first of its kind on an unverified GPU.
 
-    Never while a CUDA graph is captured: a check needs the host.
+    Never during CUDA graph capture: a check synchronizes with the host.
 
     Args:
-        tensors, spec: of the call, checked.
+        tensors, spec: the checked call.
         of: what is computed, `"attention"` or `"gradients"`.
     """
     device = tensors.query.device
@@ -70,11 +69,11 @@ def is_due(tensors: Tensors, spec: Spec, *, of: str = "attention") -> bool:
 def passes(
     tensors: Tensors, spec: Spec, pairs: Iterable[tuple[Tensor, Tensor]], *, of: str = "attention"
 ) -> bool:
-    """Compare what kernels made with what is right; note and warn if it differs.
+    """Compare kernel results with expected ones; on a mismatch, record the fault and warn.
 
     Args:
-        tensors, spec: of the call, for its kind.
-        pairs: (B, H, N, D) by kernels, and as it should be.
+        tensors, spec: the call.
+        pairs: (B, H, N, D) results of the kernels, and the expected ones.
         of: what was computed.
     """
     error = max(distance(found, expected) for found, expected in pairs)
@@ -93,9 +92,9 @@ def passes(
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest relative distance of a tile of one head, rare ones over `FLIPPED` only.
+    """The largest relative distance of any head's tile, one in `RARE` counting 1 / `FLIPPED`.
 
-    Infinite if a number is not finite.
+    Infinite if any number is not finite.
 
     Args:
         found, expected: (B, H, N, D).
@@ -107,7 +106,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
         torch.nn.functional.pad(x.float(), padding).unflatten(2, (-1, TILE)).square().sum((3, 4))
         for x in (found.float() - expected.float(), expected)
     )
-    # Tiles whose outputs nearly cancel count by the mean of their head.
+    # Tiles whose outputs nearly cancel are measured against their head's mean.
     size = torch.maximum(size, size.mean(dim=2, keepdim=True) / 4).clamp_min(1e-30)
     errors = (difference / size).sqrt().flatten()
     usual = errors.kthvalue(len(errors) - len(errors) // RARE).values
@@ -121,7 +120,7 @@ def _kind(tensors: Tensors, spec: Spec, of: str) -> tuple[Any, ...]:
 
 
 def _name(kind: tuple[Any, ...]) -> str:
-    """The name of a file that says that a kind has passed."""
+    """The name of the file that records that a kind has passed."""
     device, *facts = kind
     return hashlib.sha256(repr((_environment(device), *facts)).encode()).hexdigest()[:24]
 
@@ -139,7 +138,7 @@ def _remember(kind: tuple[Any, ...]) -> None:
 
 @cache
 def _environment(device: torch.device) -> str:
-    """What a report needs to know."""
+    """The environment, for a bug report."""
     facts: list[Any] = [device.type]
     if device.type == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -149,7 +148,7 @@ def _environment(device: torch.device) -> str:
 
 
 def _version(package: str) -> str:
-    """The version of a package; of Triton by its module, because its packages have many names."""
+    """A package's version; Triton's from its module, because it is packaged under many names."""
     if package == "triton" and HAS_TRITON:
         return importlib.import_module(package).__version__
     try:

@@ -1,4 +1,4 @@
-"""`Tensors` and `Spec`: what one call of attention is given, checked once and passed down whole.
+"""`Tensors` and `Spec`: the inputs of one attention call, checked once and passed down whole.
 
 Shapes: B batch, H heads, N queries, S keys, T sinks, D head dim, M0 parents, C children.
 """
@@ -22,7 +22,7 @@ from avq_diffusers.config import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
-# Fields of `Tensors` that have a gradient and a batch; the others are shared and constant.
+# Fields of `Tensors` with a gradient and a batch; the others are shared and constant.
 NUM_TOKENS = 5
 
 
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 
     Attributes:
         key, value: (B, H, S, D).
-        sink_key, sink_value: (B, H, T, D) that every query meets as themselves, or None.
+        sink_key, sink_value: (B, H, T, D) that every query attends to exactly, or None.
     """
 
     query: Tensor  # (B, H, N, D)
@@ -41,9 +41,9 @@ class Tensors(NamedTuple):
     sink_value: Tensor | None
     parents: Tensor | None  # (H, M0, D) of a codebook; None takes the codewords from the keys
     children: Tensor | None  # (H, M0, C, D) of a codebook
-    # (N,) permutation from which tiles are cut; None is the order of the queries.
+    # (N,) permutation that tiles are cut from; None is the order of the queries.
     query_order: Tensor | None
-    # (S,) permutation in which parents are evenly spaced; None is that of the keys.
+    # (S,) permutation in which parents are evenly spaced; None is the order of the keys.
     key_order: Tensor | None
 
     @classmethod
@@ -58,8 +58,8 @@ class Tensors(NamedTuple):
         """The tensors among the arguments of `avq_attention`, unchecked.
 
         Args:
-            query, key, value, codebook: as for `avq_attention`.
-            options: all others of its arguments.
+            query, key, value, codebook: as in `avq_attention`.
+            options: its other arguments.
 
         Raises:
             TypeError: `codebook` is neither a `Codebook` nor None.
@@ -70,7 +70,7 @@ class Tensors(NamedTuple):
                 raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
             parents, children = codebook.parents, codebook.children
         query_order, key_order = options["query_order"], options["key_order"]
-        # As many queries as keys are the same tokens.
+        # With as many queries as keys, they are the same tokens.
         is_shared = key_order is None and isinstance(query_order, Tensor)
         if is_shared and isinstance(key, Tensor) and query_order.shape == key.shape[2:3]:
             key_order = query_order
@@ -82,12 +82,12 @@ class Tensors(NamedTuple):
         return self.query, self.key, self.value, self.sink_key, self.sink_value
 
     def part(self, elements: slice) -> "Tensors":
-        """The call of some elements of the batch."""
+        """The call for some of the batch elements."""
         tokens = (None if x is None else x[elements] for x in self.tokens())
         return Tensors._make((*tokens, *self[NUM_TOKENS:]))
 
     def with_codewords_in(self, dtype: torch.dtype) -> "Tensors":
-        """The call with its codebook, if it has one, as constants of a dtype."""
+        """The call with its codebook, if any, detached and in a dtype."""
         if self.parents is None or self.children is None:
             return self
         parents, children = (x.detach().to(dtype) for x in (self.parents, self.children))
@@ -177,19 +177,19 @@ def _check_order(token: str, length: int, order: object) -> None:
 
 
 class Spec(NamedTuple):
-    """Every option of a call; hashable, so that caches take it for a key."""
+    """Every option of a call; hashable, so it can be a cache key."""
 
     num_parents: int  # M0
     num_children: int  # C; 0 is flat VQ-attention
     num_refined: int  # parents refined per query tile
-    exact_keys: int  # most keys per query tile that take part as themselves
-    num_updates: int  # Lloyd updates of the parents by the keys of the call
-    query_tile: int  # consecutive queries of the query order that share one choice of parents
+    exact_keys: int  # most keys per query tile that attend as themselves
+    num_updates: int  # Lloyd updates of the parents on the keys of the call
+    query_tile: int  # consecutive queries in the query order that share one choice of parents
     means: bool  # whether the mean of its keys represents a leaf or cell, else the stored codeword
     scale: float  # factor on the logits
 
     def refines_some(self) -> bool:
-        """Whether tiles differ in the parents that they refine."""
+        """Whether tiles may refine different parents."""
         return 0 < self.num_refined < self.num_parents
 
     def num_visible(self) -> int:
@@ -197,7 +197,7 @@ class Spec(NamedTuple):
         return self.num_parents + self.num_refined * self.num_children
 
     def numbers(self) -> list[int]:
-        """All integers, for the schema of an operator."""
+        """All integers, for an operator's schema."""
         return [int(x) for x in self[:-1]]
 
     @classmethod
@@ -205,8 +205,8 @@ class Spec(NamedTuple):
         """The inverse of `numbers`.
 
         Args:
-            numbers: of a spec.
-            scale: of the same spec.
+            numbers: a spec's `numbers`.
+            scale: its scale.
         """
         *integers, means = numbers
         return cls._make((*integers, bool(means), scale))
@@ -216,14 +216,14 @@ class Spec(NamedTuple):
         """The options among the arguments of `avq_attention`, checked.
 
         Args:
-            tensors: of the call, checked. A codebook decides the sizes.
-            options: all others of its arguments.
+            tensors: the checked tensors; a codebook sets the sizes.
+            options: the other arguments.
 
         Raises:
             TypeError: an option has the wrong type, is missing or unknown.
-            ValueError: an option is outside its range, or does not fit another.
+            ValueError: an option is out of range or conflicts with another.
         """
-        # Sizes are tensors in torch.jit.trace: `int` makes them numbers.
+        # In torch.jit.trace sizes are tensors; `int` makes them numbers.
         given = {name: x for name, x in options.items() if name not in Tensors._fields}
         codewords, scale = given.pop("codewords"), given.pop("scale")
         if tensors.children is not None:

@@ -6,7 +6,7 @@ gradients:
     delta_i = dy_i.y_i
     dq_i = s sum_a w_ia (dy_i.v_a - delta_i) c_a
 
-If means represent the keys, c_a and v_a are means of n_a keys and values, so that
+If means represent the keys, c_a and v_a are means of n_a keys and values, so
 
     dv_j = sum_a dv_a / n_a,   dv_a = sum_i w_ia dy_i
     dk_j = sum_a dc_a / n_a,   dc_a = s sum_i w_ia (dy_i.v_a - delta_i) q_i
@@ -14,21 +14,20 @@ If means represent the keys, c_a and v_a are means of n_a keys and values, so th
 over the two codewords a of key j: its parent in tiles that do not refine this parent, its leaf in
 the other tiles.
 
-If codewords represent the keys, gradients of keys are straight through the quantization (paper,
-section Method):
+If codewords represent the keys, key gradients are straight-through (paper, section Method):
 
     dk_j = s sum_a sum_i w_ia / n_a (dy_i.v_j - delta_i) q_i
 
-This is affine in v_j. So every codeword stores the moments sum_i w_ia / n_a [1, s q_i] [dy_i,
-delta_i]^T, at O(N M D^2), and its keys read them.
+This is affine in v_j, so each codeword stores the moments sum_i w_ia / n_a [1, s q_i] [dy_i,
+delta_i]^T, at O(N M D^2), for its keys to read.
 
 Exact keys and sink keys are means of one key: they store the first two sums themselves.
 
-The choice of parents and of exact keys is a constant. The code of `torch_forward` makes it again.
-After a forward pass by the kernels, it may choose differently between parents of nearly equal
-score; means in half precision then have gradients by kernels, too (`triton.gradients`).
+The choice of parents and exact keys is a constant, which the code of `torch_forward` recomputes.
+After a forward pass by the kernels, it may choose differently between parents with nearly equal
+scores; so means in half precision have a backward pass by kernels, too (`triton.gradients`).
 
-Shapes: as in `torch_forward`, with L numbers per codeword that its keys read.
+Shapes: as in `torch_forward`, with L numbers per codeword for its keys to read.
 """
 
 from abc import ABC, abstractmethod
@@ -56,19 +55,19 @@ from avq_diffusers.codebook.assignment import (
     nearest_leaves,
 )
 
-# Numbers in the intermediates of one chunk, except on a CPU. A tile has many moments: with fewer
-# numbers each tile would be a chunk of about sixty launches.
+# Elements in the intermediates of one chunk, except on a CPU. A tile has many moments: with fewer
+# elements, each tile would be its own chunk of about sixty launches.
 ELEMENTS = 1 << 28
 
-# Flops of dense attention in the time of one flop of `gradients`. Measured on two CPU cores and on
-# an H200, where memory and launches bound `gradients`.
+# Flops that dense attention does in the time of one flop of `gradients`. Measured on two CPU cores
+# and on an H200, where `gradients` is bound by memory and launches.
 DENSE_SPEED_CPU = 2.0
 DENSE_SPEED = 20.0
 
 
 def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
-    """Whether dense attention over quantized keys, where it can run, trains faster, by flops per
-    query."""
+    """Whether dense attention over quantized keys, where it can run, trains faster, estimated from
+    flops per query."""
     head_dim = tensors.query.shape[3]
     dense = 14 * tensors.key.shape[2] * head_dim
     linear = 12 * spec.num_visible() * head_dim + 2 * spec.num_visible() * head_dim**2
@@ -77,7 +76,7 @@ def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
 
 
 def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    """Replace each key by its leaf's codeword minus one vector per head, which softmax ignores."""
+    """Replace each key by its leaf's codeword, minus a vector per head that softmax ignores."""
     batch = key.shape[0]
     centre = centre_of(parents)[:, None]
     codewords = torch.cat([parents[:, :, None], children], dim=2) - centre
@@ -95,9 +94,9 @@ def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
 def gradients(
     grad_output: Tensor, tensors: Tensors, spec: Spec, needs_grad: Sequence[bool]
 ) -> list[Tensor]:
-    """Gradients of `torch_forward.avq_attention`, as far as `needs_grad` says for the five tokens.
+    """Gradients of `torch_forward.avq_attention` for those of the five tokens in `needs_grad`.
 
-    Those that are needed are views of (B, N, H, D) memory, in the dtype of their input.
+    They are views of (B, N, H, D) memory, in the dtype of their input.
     """
     batch, heads, num_keys, head_dim = tensors.key.shape
     grads = [
@@ -119,7 +118,7 @@ def gradients(
 def _write_gradients(
     grad_output: Tensor, tensors: Tensors, spec: Spec, grads: Sequence[Tensor | None]
 ) -> None:
-    """Write the gradients of tokens of a chunk of batch elements."""
+    """Write the token gradients of a chunk of batch elements."""
     grad_query, grad_key, grad_value, grad_sink_key, grad_sink_value = grads
     summary = summarize(tensors, spec)
     moments = _moments_of(spec)(summary, grad_key, grad_value)
@@ -144,7 +143,7 @@ def _query_gradients(
     moments: "_Moments",
     of_sinks: "_KeySums | None",
 ) -> None:
-    """Write the gradients (B, H, N, D) of the queries and add up those of keys."""
+    """Write the query gradients (B, H, N, D) and accumulate those of keys."""
     scale = spec.scale
     grad_output = grad_output.flatten(0, 1)
     heads, num_queries, head_dim = grad_output.shape
@@ -188,16 +187,16 @@ def _moments_of(spec: Spec) -> "type[_Moments]":
 
 
 def _add_rows(sums: Tensor, rows: Tensor, found: Tensor) -> None:
-    """Add what tiles (T, H, K, L) found to rows (T, H, K) of the sums (all rows, L).
+    """Add `found` (T, H, K, L), from T tiles, to `rows` (T, H, K) of the sums (all rows, L).
 
-    A tile has no row twice but where it adds 0, so the order of additions is fixed.
+    A tile only repeats a row where it adds 0, so the order of additions is fixed.
     """
     for tile_rows, added in zip(rows.flatten(1), found.flatten(1, 2), strict=True):
         sums.index_add_(0, tile_rows, added)
 
 
 class _Tiles(NamedTuple):
-    """What gradients of the columns of query tiles are made of."""
+    """The inputs for the gradients of a query tile's columns."""
 
     queries: Tensor  # (T, H, I, D), scaled
     grads: Tensor  # (T, H, I, D) of the output
@@ -206,12 +205,12 @@ class _Tiles(NamedTuple):
     delta: Tensor  # (T, H, I, 1)
 
     def part(self, columns: slice) -> "_Tiles":
-        """Of some columns."""
+        """The same for some columns."""
         parts = self.weights[..., columns], self.products[..., columns]
         return _Tiles(self.queries, self.grads, *parts, self.delta)
 
     def mean_gradients(self, for_key: bool, for_value: bool) -> Tensor:
-        """Of the values, then of the keys of columns (T, H, K), as far as needed."""
+        """Gradients of the values, then the keys, of columns (T, H, K), where needed."""
         of_values = [self.weights.mT @ self.grads] if for_value else []
         if not for_key:
             return of_values[0]
@@ -220,7 +219,7 @@ class _Tiles(NamedTuple):
 
 
 class _KeySums:
-    """Gradients of keys that tiles meet as themselves.
+    """Gradients of keys that attend as themselves.
 
     sums: (..., L), for values, then for keys, D each where needed.
     """
@@ -239,15 +238,15 @@ class _KeySums:
         return self.sums[..., -self.head_dim :]
 
     def of_tiles(self, tiles: _Tiles) -> Tensor:
-        """What the keys of tiles get, (T, H, K, L)."""
+        """What tiles add for their keys, (T, H, K, L)."""
         return tiles.mean_gradients(self.for_key, self.for_value)
 
 
 class _Moments(ABC):
-    """What every codeword stores for its keys, over all tiles.
+    """What each codeword accumulates for its keys, over all tiles.
 
     sums: (H M0 (2 + C), L).
-    of_keys: what keys add to it where they are exact; None without exact keys.
+    of_keys: gradients of keys where they are exact; None without exact keys.
     """
 
     def __init__(
@@ -266,23 +265,23 @@ class _Moments(ABC):
     @staticmethod
     @abstractmethod
     def width(head_dim: int, for_key: bool, for_value: bool) -> int:
-        """L, for the gradients that are needed."""
+        """L, for the needed gradients."""
 
     @abstractmethod
     def of_tiles(self, tiles: _Tiles) -> Tensor:
-        """What the codewords that tiles see store, (T, H, V, L); weights are per key."""
+        """What tiles add to the codewords they see, (T, H, V, L); weights are per key."""
 
     @abstractmethod
     def write(self, leaf: Tensor, value: Tensor) -> None:
         """Write the gradients of keys and values."""
 
     def of_leaves(self) -> Tensor:
-        """(H M0 (1 + C), L) of the two codewords of the keys of each leaf."""
+        """(H M0 (1 + C), L) for each leaf: the sum over the two codewords of its keys."""
         sums = self.sums.unflatten(0, self.shape)
         return (sums[:, :, 1:] + sums[:, :, :1]).flatten(0, 2)
 
     def pieces(self, leaf: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of keys, and the rows of `of_leaves` of their leaves."""
+        """Slices of keys, with the rows of `of_leaves` for their leaves."""
         heads, num_parents, per_cell = self.shape
         leaf = across_heads(leaf, num_parents * (per_cell - 1))
         chunk = chunk_length(leaf.device, heads * self.sums.shape[-1], ELEMENTS)
@@ -291,8 +290,8 @@ class _Moments(ABC):
             yield part, leaf[:, part].flatten()
 
     def put(self, grad: Tensor, part: slice, of_leaves: Tensor) -> None:
-        """Write a slice of a gradient: that through the leaves, of shape (H keys, D), and that of
-        exact keys."""
+        """Write a slice of a gradient: through the leaves, (H keys, D), plus where keys are
+        exact."""
         target = grad[:, :, part]
         if self.of_keys is not None:
             sums = self.of_keys.keys if grad is self.grad_key else self.of_keys.values
@@ -302,7 +301,7 @@ class _Moments(ABC):
 
 
 class _MeanMoments(_Moments):
-    """Gradients of mean values and mean keys: L = D for each that is needed."""
+    """Gradients of mean values and mean keys: L = D for each needed one."""
 
     @staticmethod
     def width(head_dim: int, for_key: bool, for_value: bool) -> int:

@@ -1,18 +1,18 @@
 """AVQ attention in plain PyTorch, at O(M N) on every device.
 
-The keys of a leaf are summarized once, by their count n and the mean of their values. Every query
+Each leaf's keys are summarized once, by their count n and the mean of their values. Every query
 tile attends to all parents and to the children of the parents that it refines:
 
     y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)
 
-A tile refines the parents of largest importance, or of largest importance times spread if means
-represent the keys. A refined parent stands only for the keys that stay with it, so this is the
-definition for any codebook. Exact keys and sink keys are more columns, of one key each; a leaf
+A tile refines the parents with the largest importance, or importance times spread if means
+represent the keys. A refined parent stands only for the keys that stay with it, so this matches the
+definition for any codebook. Exact keys and sink keys are further columns, of one key each; a leaf
 whose keys are exact stands for none. There are no atomics and no data-dependent shapes: every run
 gives the same bits, and the host never waits for the device. Half precision is computed in float32.
 
-A CPU computes one batch element after another, to stay in cache. Other devices compute all elements
-at once, to save launches.
+On a CPU, batch elements run one after another, to stay in cache; elsewhere all at once, to save
+launches.
 
 Shapes: H heads (of all batch elements in a chunk), N queries, S keys, D head dim, M0 parents, C
 children, P refined parents, T query tiles of I queries, V = M0 + P C visible codewords, E exact
@@ -30,7 +30,7 @@ from avq_diffusers.attention.own_codewords import codewords_and_leaves
 from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.codebook.assignment import across_heads, centre_of, chunk_length
 
-# Longest sequence of values that is summed serially.
+# Longest run of values summed serially.
 RUN = 256
 
 # Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
@@ -38,28 +38,29 @@ LOG_ZERO = -1e30
 
 
 class CodewordTable(NamedTuple):
-    """The codewords that a query tile can see: per cell all its keys, those that stay, children."""
+    """The codewords a tile can see. Per parent: one entry for all its keys, one for the keys that
+    stay, one per child."""
 
     centre: Tensor  # (H, 1, D), subtracted from all keys and codewords
-    codewords: Tensor  # (H, M0, 2 + C, D), what represents the keys
+    codewords: Tensor  # (H, M0, 2 + C, D), representing the keys
     mean_values: Tensor  # (H, M0, 2 + C, D)
     counts: Tensor  # (H, M0, 2 + C) int64
     log_counts: Tensor  # (H, M0, 2 + C), at least `LOG_ZERO`
-    # (H, M0), the variance of the keys of a cell: their mean squared distance to their mean.
-    # None if codewords represent the keys, where it takes no part.
+    # (H, M0), the variance of a cell's keys: their mean squared distance to their mean. None if
+    # stored codewords represent the keys.
     spreads: Tensor | None
 
 
 class KeysByLeaf(NamedTuple):
-    """The keys that a query tile can meet as themselves, leaf by leaf."""
+    """The keys that can be exact in a query tile, leaf by leaf."""
 
     most: int  # keys per tile, E
     keys: Tensor  # (S H, D)
     values: Tensor  # (S H, D)
     rows: Tensor  # (H S,) rows of `keys`, sorted by leaf
-    starts: Tensor  # (H, M0, 2 + C) where in `rows` the keys of a codeword begin
-    # (H, M0, 2 + C), at least `LOG_ZERO`; what the importance of one key counts, the squared
-    # spread of the codeword's keys.
+    starts: Tensor  # (H, M0, 2 + C), start of a codeword's keys in `rows`
+    # (H, M0, 2 + C), at least `LOG_ZERO`: weight of a key's importance, the squared spread of the
+    # codeword's keys.
     log_weights: Tensor
 
 
@@ -67,19 +68,19 @@ class SortedLeaves(NamedTuple):
     """The keys of all heads, leaf by leaf."""
 
     rows: Tensor  # (H S,) rows of tokens (S H, ...)
-    edges: Tensor  # (H M0 (1 + C) + 1,) where in `rows` the leaves begin and end
+    edges: Tensor  # (H M0 (1 + C) + 1,), bounds of the leaves in `rows`
     shape: tuple[int, int, int]  # (H, M0, 1 + C)
 
 
 class Sinks(NamedTuple):
-    """The keys (H, any number, D) that every query meets as themselves, and their values."""
+    """The keys (H, any number, D) that every query attends to exactly, and their values."""
 
     keys: Tensor
     values: Tensor
 
 
 class Summary(NamedTuple):
-    """What the queries of a chunk of batch elements meet."""
+    """What the queries of a chunk of batch elements attend to."""
 
     leaf: Tensor  # (H, S) from `nearest_leaves`
     table: CodewordTable  # the codewords
@@ -88,13 +89,13 @@ class Summary(NamedTuple):
 
     @property
     def num_single(self) -> int:
-        """Columns of one key in a tile: exact keys and sinks."""
+        """Columns of a tile that hold one key: exact keys and sinks."""
         num_exact = 0 if self.by_leaf is None else self.by_leaf.most
         return num_exact + (0 if self.sinks is None else self.sinks.keys.shape[1])
 
 
 class Columns(NamedTuple):
-    """What query tiles meet: visible codewords, then exact keys, then sinks, K together."""
+    """What query tiles attend to: visible codewords, exact keys, then sinks, K in total."""
 
     visible: Tensor  # (T, H, V) rows of the table
     key_rows: Tensor | None  # (T, H, E) rows of the exact keys; None without them
@@ -121,7 +122,7 @@ def avq_attention(tensors: Tensors, spec: Spec) -> Tensor:
 def empty_tokens(tokens: Tensor) -> Tensor:
     """Uninitialized (B, H, N, D) with the strides of (B, N, H, D) memory.
 
-    No view: autograd refuses in-place changes of a view that an operator returns.
+    Not a view: autograd refuses in-place changes to a view returned by an operator.
     """
     return torch.empty_permuted(
         tokens.shape, (0, 2, 1, 3), dtype=tokens.dtype, device=tokens.device
@@ -129,13 +130,13 @@ def empty_tokens(tokens: Tensor) -> Tensor:
 
 
 def summarize(tensors: Tensors, spec: Spec) -> Summary:
-    """The leaf of every key, and what represents the leaves; the heads of all elements are one
-    list."""
+    """The leaf of each key, and what represents the leaves; heads of all batch elements are
+    flattened."""
     parents, children, leaf = codewords_and_leaves(tensors, spec)
     key, value = tensors.key.flatten(0, 1), tensors.value.flatten(0, 1)
     dtype = parents.dtype
 
-    # A shift of all keys by one vector changes no softmax, and small codewords round less.
+    # Shifting all keys by one vector leaves the softmax unchanged, and small codewords round less.
     centre = centre_of(parents)
     key = key - centre
     features = torch.cat([value, key], dim=-1) if spec.means else value
@@ -184,14 +185,14 @@ def _spreads(
     *,
     of_leaves: bool,
 ) -> Tensor:
-    """Variance of the keys (H, S, D) of each cell around what represents it, (H, M0, 1); with
-    `of_leaves` also of the keys of each leaf, (H, M0, 2 + C) together."""
+    """Variance of each cell's keys (H, S, D) around what represents it, (H, M0, 1); with
+    `of_leaves` also each leaf's, (H, M0, 2 + C) in all."""
     num_parents, per_cell = counts.shape[1:]
     cell = leaf // (per_cell - 1)
     rows = [cell * per_cell]
     if of_leaves:
         rows.append(leaf + cell + 1)
-    # Moments about the centre would cancel where a cell is small and far from it.
+    # Moments about the centre would cancel for small cells far from it.
     distances = []
     for row in rows:
         row = across_heads(row, num_parents * per_cell)
@@ -203,7 +204,7 @@ def _spreads(
 
 
 def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> SortedLeaves:
-    """Sort keys by `leaf` (H, S), those of a leaf by index; a parent has `num_leaves`, 1 + C."""
+    """Sort keys by `leaf` (H, S), then by index; a parent has `num_leaves`, 1 + C."""
     shape = len(leaf), num_parents, num_leaves
     leaf = across_heads(leaf, num_parents * num_leaves)
     leaf, rows = leaf.t().flatten().sort(stable=True)
@@ -212,17 +213,17 @@ def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> SortedLeaves
 
 
 def aggregate(leaves: SortedLeaves, features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Count the keys and sum the features of every leaf (paper, Algorithm 1, for leaves only).
+    """Count the keys and sum the features of each leaf (paper, Algorithm 1, for leaves only).
 
     Args:
-        features: (H, S, F), values or values and keys.
+        features: (H, S, F), values, or values and keys.
 
     Returns:
         counts: (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
         sums: (H, M0, 1 + C, F) of `dtype`.
     """
     width = features.shape[-1]
-    # Sums of runs, then of leaves: long leaves neither lose digits nor hold up a GPU.
+    # Sum runs, then leaves: long leaves neither lose precision nor stall a GPU.
     runs = torch.arange(0, len(leaves.rows), RUN, device=features.device)
     cuts = torch.cat([leaves.edges, runs]).sort().values
     tokens = features.transpose(0, 1).reshape(-1, width).to(dtype)
@@ -234,13 +235,13 @@ def aggregate(leaves: SortedLeaves, features: Tensor, dtype: torch.dtype) -> tup
 
 
 def attend(tensors: Tensors, summary: Summary, output: Tensor, spec: Spec) -> None:
-    """Softmax over the columns that each query tile meets (paper, Algorithm 2, no correction).
+    """Softmax over each query tile's columns (paper, Algorithm 2, without correction).
 
-    Writes `output` (B, H, N, D) of the elements that are summarized, in the order of the query.
+    Writes `output` (B, H, N, D) of the summarized batch elements, in the order of the query.
     """
     query, table = tensors.query.flatten(0, 1), summary.table
     if spec.num_refined == 0 and summary.by_leaf is None:
-        # All tiles meet the same columns.
+        # All tiles have the same columns.
         of_cells = table.codewords, table.mean_values, table.log_counts
         keys, values, log_counts = (x[None, :, :, 0].contiguous() for x in of_cells)
         if summary.sinks is not None:
@@ -266,9 +267,9 @@ def attend(tensors: Tensors, summary: Summary, output: Tensor, spec: Spec) -> No
 def tiles_and_columns(
     tensors: Tensors, summary: Summary, spec: Spec, num_tiles: int
 ) -> Iterator[tuple[Tensor | slice, Tensor, Columns]]:
-    """Query tiles, where they are from, and what they meet; up to `num_tiles`, or 1, at a time.
+    """Query tiles with their positions and columns; up to `num_tiles`, at least 1, at a time.
 
-    Yields the places of the queries, tiles (H, T, I, D) from `cut_tiles`, and their columns.
+    Yields the positions of the queries, tiles (H, T, I, D) from `cut_tiles`, and their columns.
     """
     query, query_order = tensors.query.flatten(0, 1), tensors.query_order
     num_queries = query.shape[1]
@@ -282,10 +283,9 @@ def tiles_and_columns(
 
 
 def _columns(tiles: Tensor, summary: Summary, spec: Spec, num_queries: int) -> Columns:
-    """Choose the parents that each tile (H, T, I, D) refines and the keys that it meets as
-    themselves.
+    """Choose the refined parents and exact keys of each tile (H, T, I, D).
 
-    The first `num_queries` of the queries are not padding.
+    Queries from `num_queries` on are padding.
     """
     table, by_leaf = summary.table, summary.by_leaf
     log_mass = torch.baddbmm(
@@ -333,13 +333,13 @@ def _columns(tiles: Tensor, summary: Summary, spec: Spec, num_queries: int) -> C
 def _visible_codewords(
     score: Tensor, table: CodewordTable, num_refined: int, *, in_order: bool
 ) -> Tensor:
-    """Choose the parents of largest score (H, T, M0); return the codewords that each tile sees.
+    """Choose the parents with the largest scores (H, T, M0); return the codewords each tile sees.
 
-    These are (T, H, V) int64 rows of the table, the heads one after another; with `in_order` as in
-    the definition: cells, what stays with refined parents, their children.
+    These are (T, H, V) int64 rows of the table, heads concatenated; with `in_order` in the
+    definition's order: cells, what stays with refined parents, their children.
     """
     num_parents, per_cell = table.counts.shape[1:]
-    # topk leaves the order of equal values open.
+    # topk leaves the order of ties undefined.
     ranking = score.sort(dim=-1, descending=True, stable=True).indices
     refined = ranking[..., :num_refined]
 
@@ -358,10 +358,10 @@ def _visible_codewords(
 def _choose_exact(
     ranking: Tensor, visible: Tensor, counts: Tensor, by_leaf: KeysByLeaf
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The codewords (T, H, V) of highest rank whose keys fit, and these keys.
+    """The highest-ranked codewords (T, H, V) whose keys fit the budget, and these keys.
 
-    Returns whether each codeword is exact, (T, H, V); rows (T, H, E) of the keys, any where there
-    is none; and where there is one, (T, H, E).
+    Returns whether each codeword is exact, (T, H, V); the rows of the keys, (T, H, E), arbitrary
+    where there is none; and whether there is one, (T, H, E).
     """
     ranked = visible.gather(-1, ranking)
     counts = gather_rows(counts, ranked)
@@ -380,7 +380,7 @@ def _choose_exact(
 def _with_sinks(
     sinks: Sinks, keys: Tensor, values: Tensor, log_counts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns (T, H, K, D) and their log counts (T, H, K), with the sinks at the end."""
+    """Columns (T, H, K, D) and log counts (T, H, K), with the sinks appended."""
     keys, values = (
         torch.cat([x, sink.expand(len(x), -1, -1, -1)], dim=2)
         for x, sink in zip((keys, values), sinks, strict=True)
@@ -414,8 +414,8 @@ def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
     """Write tiles (H, T, I, D) to tokens (B, H / B, N, D), where `cut_tiles` found them.
 
     Args:
-        tokens: a view of (B, N, H, D) memory. It is written as such: with one head, deterministic
-            `index_copy_` on a GPU takes the strides of the view for those of contiguous memory.
+        tokens: a view of (B, N, H, D) memory, and written as such: with one head, deterministic
+            `index_copy_` on a GPU mistakes the view's strides for contiguous ones.
     """
     tiles = tiles.flatten(1, 2).unflatten(0, tokens.shape[:2]).transpose(1, 2)
     memory = tokens.transpose(1, 2)
@@ -429,8 +429,8 @@ def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
 def _attention(
     query: Tensor, codewords: Tensor, mean_values: Tensor, log_counts: Tensor, scale: float
 ) -> Tensor:
-    """Attention over codewords of n keys each. Inputs have four dimensions: with three, SDPA takes
-    its slow path."""
+    """Attention over codewords of n keys each. Inputs are 4-D: with 3-D inputs, SDPA takes its
+    slow path."""
     return F.scaled_dot_product_attention(
         query.to(codewords.dtype),
         codewords,

@@ -1,4 +1,4 @@
-"""Kernels that go wrong, or need too much of a GPU, on GPUs that nobody verified."""
+"""Kernels that go wrong, or exceed the resources of unverified GPUs."""
 
 import pytest
 import torch
@@ -158,9 +158,11 @@ def test_a_gpu_with_far_less_memory_gets_pytorch(monkeypatch):
         raise OutOfResources(200_000, 100_000, "shared memory")
 
     monkeypatch.setattr(launch.Plan, "run", never)
-    with pytest.warns(UserWarning, match="AVQ runs in PyTorch for calls such as this one: out of"):
+    with pytest.warns(UserWarning, match="AVQ runs in PyTorch for calls like this one: out of"):
         assert torch.equal(attention(), expected)
     assert len(plans) == 1 + tuning.MOST_REDUCED
-    with pytest.raises(ValueError, match="the kernels need too much of this GPU: out of resource"):
+    with pytest.raises(
+        ValueError, match="the kernels exceed this GPU.s resources: out of resource"
+    ):
         attention()
     assert attention(num_refined=3, backend="torch").isfinite().all()

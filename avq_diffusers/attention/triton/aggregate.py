@@ -1,4 +1,4 @@
-"""Aggregation kernel: the leaf of every key, and the mean and count of the keys of every codeword.
+"""Aggregation kernel: the leaf of each key, and the mean and count of each codeword's keys.
 
 Shapes: as in `precompute`.
 """
@@ -30,7 +30,7 @@ from avq_diffusers.attention.triton.rows import (
 
 
 class CellPointers(NamedTuple):
-    """What the sort leaves."""
+    """Output of the sort."""
 
     order: tl.tensor
     start: tl.tensor
@@ -39,9 +39,9 @@ class CellPointers(NamedTuple):
 
 
 class PiecePointers(NamedTuple):
-    """What pieces leave for the program that adds them up."""
+    """What pieces store for the program that adds them up."""
 
-    # (B, H, pieces, L, DP) float32, of values; with mean keys then as many of keys.
+    # (B, H, pieces, L, DP) float32, of values; with mean keys followed by the same for keys.
     piece_sums: tl.tensor
     piece_counts: tl.tensor  # (B, H, pieces, L) int32
     # (B, H, pieces, L) float32, all of a cell in leaf 0 without exact keys; or None.
@@ -49,7 +49,7 @@ class PiecePointers(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """Tables with a row for every codeword (`precompute`); what a call does not have is None."""
+    """Tables with a row per codeword (`precompute`); None for those a call does not have."""
 
     codes: tl.tensor
     mean_values: tl.tensor
@@ -59,9 +59,9 @@ class RowPointers(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the keys of each leaf: values and keys (L, DP), squares (L), and counts (L).
+    """Sums over each leaf's keys: values and keys (L, DP), squares (L), and counts (L).
 
-    Without mean keys the sums of keys and of squares are zero.
+    Without mean keys, the sums of keys and squares are zero.
     """
 
     of_values: tl.tensor
@@ -75,7 +75,7 @@ def _load_codes(key_ptr, source, order_ptr, parent, cell, stride, num_keys, SIZE
     """(L, DP) codes of the parent and its children, and (L) biases."""
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
     if source.stored_codes is None:
-        # The parent, then keys of the cell that are evenly spaced in the order of keys.
+        # The parent, then keys of the cell, evenly spaced in index order.
         rank = tl.maximum(leaves - 1, 0).to(tl.int64) * cell.total // CELLS.NUM_CHILDREN
         rank = tl.minimum(rank.to(tl.int32), tl.maximum(cell.total - 1, 0))
         is_code = (leaves <= CELLS.NUM_CHILDREN) & (cell.total > 0)
@@ -100,7 +100,7 @@ def _load_codes(key_ptr, source, order_ptr, parent, cell, stride, num_keys, SIZE
 
 @triton.jit
 def _sum_squares(square_ptr, order_ptr, start, stop, cell, CELLS: tl.constexpr):
-    """Sum of the squared distances of the keys of these ranks in a cell."""
+    """Sum of the squared distances of a cell's keys, ranks `start` to `stop`."""
     BLOCK: tl.constexpr = 256
     squares = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(start, stop, BLOCK):
@@ -112,7 +112,7 @@ def _sum_squares(square_ptr, order_ptr, start, stop, cell, CELLS: tl.constexpr):
 
 @triton.jit
 def _add_pieces(pieces, sums, parent, first_extra, num_parts, offsets, MEANS: tl.constexpr):
-    """The sums of all pieces of a parent, in their order."""
+    """The sums over all pieces of a parent, in order."""
     LEAF_ROWS: tl.constexpr = offsets.shape[0]
     ROW: tl.constexpr = (2 if MEANS else 1) * LEAF_ROWS * offsets.shape[1]
     KEYS: tl.constexpr = LEAF_ROWS * offsets.shape[1]
@@ -143,7 +143,7 @@ def _log2(count):
 
 @triton.jit
 def _store_values(row_ptr, means, share, is_row, SIZES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write rows of DV columns: D of a mean value, and the share of keys in the others."""
+    """Write rows of DV columns: a mean value in the first D, the share of keys in the others."""
     columns = tl.arange(0, SIZES.PADDED_DIM)
     rows = tl.where((columns < SIZES.HEAD_DIM)[None, :], means, share[:, None])
     dtype = row_ptr.dtype.element_ty
@@ -159,11 +159,11 @@ def _store_values(row_ptr, means, share, is_row, SIZES: tl.constexpr, COLUMNS: t
 def _store_mean_keys(
     tables, centre, origin, rows, sums, squares, counts, is_row, SIZES: tl.constexpr, FACTOR
 ):
-    """Write mean keys around the centre, times the factor of the logits; 0 without keys.
+    """Write mean keys around the centre, times the logits' factor; 0 without keys.
 
-    origin: what the squared distances are measured from: the arguments of `origin_of`.
+    origin: arguments of `origin_of`, which squared distances are measured from.
 
-    Returns the variances of the rows, the mean squared distances of their keys from the mean.
+    Returns the variance of each row: the mean squared distance of its keys from their mean.
     """
     inverse = 1.0 / tl.maximum(counts, 1)
     means = sums * inverse[:, None]
@@ -188,12 +188,12 @@ def _store_rows(
     COLUMNS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Write the rows of one parent: for all its keys, for those that stay, for its children."""
+    """Write one parent's rows: for all its keys, for the keys that stay, and for its children."""
     MEANS: tl.constexpr = tables.codes is not None
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
     counts = sums.counts
     count = tl.sum(counts, axis=0)
-    # (L) The number that a leaf's values are divided by: for the keys that stay, all of the parent.
+    # (L) Divisor of a leaf's values; for the keys that stay, the count of all the parent's keys.
     over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
     share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
     if MEANS:
@@ -261,9 +261,9 @@ def aggregate_kernel(
     KEYS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Choose a leaf for the keys of one piece of one parent, count them and add up their values.
+    """Choose leaves for one piece of one parent's keys, count the keys and sum their values.
 
-    leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells; or None.
+    leaf: (B, H, S) int32, each key's leaf in its cell, in the order of cells; or None.
     """
     MEANS: tl.constexpr = tables.codes is not None
     EXACT_KEYS: tl.constexpr = tables.row_weight is not None
@@ -373,7 +373,7 @@ def aggregate_kernel(
     if EXACT_KEYS:
         tl.store(pieces.piece_counts + piece * LEAF_ROWS + leaves, counts)
     elif MEANS:
-        # A loop of its own: the one above has no register to spare.
+        # A separate loop: the one above has no registers to spare.
         of_cell = _sum_squares(square_ptr, order_ptr, part * PIECE, stop, cell, CELLS)
         squares = tl.where(leaves == 0, of_cell, 0.0)
     sums = Sums(value_sums, key_sums, squares, counts)
@@ -391,7 +391,7 @@ def aggregate_kernel(
         tl.store(pieces.piece_counts + piece * LEAF_ROWS + leaves, counts)
         if MEANS:
             tl.store(pieces.piece_squares + piece * LEAF_ROWS + leaves, squares)
-        # All threads have stored before one of them says so.
+        # All threads must have stored before one of them signals it.
         tl.debug_barrier()
         num_parts = tl.cdiv(cell.total, PIECE)
         if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:

@@ -4,25 +4,25 @@
     y_i = sum_a n_a exp(q_i . c_a) mean_a / sum_a n_a exp(q_i . c_a)     codewords a that it sees
 
 A tile sees all parents and the children of its `num_refined` most important parents. A refined
-parent stands only for the keys that stay with it. So the result is exact for any codebook; the
-paper's correction is exact only if every parent is the mean of its children.
+parent stands only for the keys that stay with it, so the result matches the definition for any
+codebook; the paper's correction does so only if every parent is the mean of its children.
 
 Logits are in base 2 and include the log2 count. An empty codeword has logit -inf: it neither moves
-a maximum nor adds anything.
+a maximum nor contributes to a sum.
 
-Weights are relative to a maximum of the logits, `running_max`. With RUNNING it grows with every
-block and the sums are rescaled. Without RUNNING, which is faster, it is the largest logit of a
-parent (of the first block of parents if all are refined, or none). A child's logit can far exceed
-it, or all keys be with children far below it. Where the weights leave the range of float16, the
-tile is computed again with RUNNING.
+Weights are relative to a maximum of the logits, `running_max`. With RUNNING, it grows block by
+block and the sums are rescaled. Without RUNNING, which is faster, it is the largest parent logit
+(of the first block of parents if all or none are refined). A child's logit can far exceed it, or
+all keys can be in children far below it; where weights leave float16's range, the tile is
+recomputed with RUNNING.
 
 Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents. Padded
 to powers of two, D is DP, M0 is MP (at least 16) and C is CP (0 without children).
 
 Rows of `mean_values`: MP parents with all their keys, MP parents with the keys that stay, then CP
-children of each of the M0 parents. With mean keys, `codes` and `log_counts` of each batch element
+children for each of the M0 parents. With mean keys, `codes` and `log_counts` of each batch element
 have the same rows. Stored codewords need no rows for the keys that stay: a refined parent is
-weighted by all its keys, and columns of `mean_values` from D on hold the share of those that stay.
+weighted by all its keys, and columns of `mean_values` from D on hold the share that stays.
 """
 
 import math
@@ -57,14 +57,14 @@ from avq_diffusers.attention.triton.tuning import (
 
 
 class TileOfQueries(NamedTuple):
-    """The queries of a program."""
+    """A program's queries."""
 
     batch: tl.tensor
     head: tl.tensor
     batch_head: tl.tensor
-    number: tl.tensor  # of the tile among those of all heads
+    number: tl.tensor  # index of the tile over all heads
     token: tl.tensor  # (BLOCK_N)
-    valid: tl.tensor  # (BLOCK_N) whether they are
+    valid: tl.tensor  # (BLOCK_N) False on padding
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def tile_of_program(query_order_ptr, num_queries, SIZES: tl.constexpr, BLOCKS: t
 
 @triton.jit
 def tables_of_tile(tables, tile, SIZES: tl.constexpr):
-    """The tables of the head and the refined parents of the tile."""
-    variance = tables.log_counts  # nobody reads it where stored codewords represent keys
+    """The head's tables and the tile's refined parents."""
+    variance = tables.log_counts  # unused if stored codewords represent keys
     if SIZES.MEANS:
         variance = tables.variance + tile.batch_head * SIZES.PARENT_ROWS
     code_head = tile.batch_head if SIZES.MEANS else tile.head
@@ -103,14 +103,14 @@ def tables_of_tile(tables, tile, SIZES: tl.constexpr):
 
 @triton.jit
 def query_rows(pointer, strides, tile, STRIDE_TOKEN: tl.constexpr):
-    """(BLOCK_N, 1) where the queries, or the gradients of their outputs, start."""
+    """(BLOCK_N, 1) row pointers of the queries, or of the gradients of their outputs."""
     start = tile.batch * strides.batch + tile.head.to(tl.int64) * strides.head
     return pointer + tl.multiple_of(start, 8) + tile.token[:, None] * STRIDE_TOKEN
 
 
 @triton.jit
 def load_columns(row_pointers, first, tile, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns of rows of queries from `first` on, padded with zeros."""
+    """Load columns of the query rows from `first` on, padded with zeros."""
     column = first + tl.arange(0, WIDTH)
     is_number = tile.valid[:, None] & (column < HEAD_DIM)[None, :]
     return tl.load(row_pointers + column[None, :], mask=is_number, other=0.0)
@@ -118,7 +118,7 @@ def load_columns(row_pointers, first, tile, HEAD_DIM: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def output_rows(pointer, tile, num_queries, SIZES: tl.constexpr):
-    """(BLOCK_N, 1) where the rows of the queries start in (B, N, H, D) memory."""
+    """(BLOCK_N, 1) row pointers of the queries in (B, N, H, D) memory."""
     TOKEN: tl.constexpr = SIZES.HEADS * SIZES.HEAD_DIM
     start = tile.batch * num_queries * TOKEN + tile.head * SIZES.HEAD_DIM
     return pointer + start + tile.token[:, None] * TOKEN
@@ -126,7 +126,7 @@ def output_rows(pointer, tile, num_queries, SIZES: tl.constexpr):
 
 @triton.jit
 def store_columns(row_pointers, first, tile, block, HEAD_DIM: tl.constexpr):
-    """Columns of rows of queries from `first` on."""
+    """Store columns of the query rows from `first` on."""
     column = first + tl.arange(0, block.shape[1])
     is_number = tile.valid[:, None] & (column < HEAD_DIM)[None, :]
     tl.store(row_pointers + column[None, :], block, mask=is_number)
@@ -182,14 +182,14 @@ def attention_kernel(
 
 
 class Attention(NamedTuple):
-    """The launch that attends, after those of `precompute`."""
+    """The attention launch, which follows those of `precompute`."""
 
-    # Of the memory: `refined`, (B, H, tiles, P) int32, the parents that every tile refines,
+    # Parts of the memory: `refined`, (B, H, tiles, P) int32, the parents that each tile refines,
     # and with exact keys `ColumnPointers`.
     parts: dict[str, Part]
-    pointers: dict[str, Pointer | None]  # to the memory and to all that comes before
+    pointers: dict[str, Pointer | None]  # to the memory and to everything before
     launch: Launch
-    arguments: dict[str, Any]  # what kernels of query tiles take
+    arguments: dict[str, Any]  # for kernels that run on query tiles
 
 
 def attention_launch(
@@ -197,10 +197,10 @@ def attention_launch(
     pointers: Mapping[str, Pointer | None],
     tiling: AttentionTiling | None = None,
 ) -> Attention:
-    """The memory and the launch of the attention of a call.
+    """Memory and launch for the attention of a call.
 
-    `pointers` lead to what a call gives and what `precompute_launches` leaves. Codes that are
-    absent are stored. Without a `tiling`, `attention_tiling` gives it.
+    `pointers` point to the call's inputs and to the results of `precompute_launches`. Absent codes
+    mean stored ones. `tiling` defaults to `attention_tiling`.
     """
     tiling = tiling or attention_tiling(problem)
     strides = problem.query.strides

@@ -1,4 +1,4 @@
-"""A call of the kernels from keys to outputs: precompute, then attention, in one memory."""
+"""A kernel call from keys to outputs: precompute, then attention, in one allocation."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from avq_diffusers.attention.triton.precompute import precompute_launches
 from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
 from avq_diffusers.attention.triton.tuning import MOST_REDUCED
 
-# How often tilings of variants were made smaller in this process.
+# How often each variant's tilings were made smaller in this process.
 reductions: Counter[Problem] = Counter()
 
 
@@ -26,17 +26,16 @@ def kernel_attention(
     """AVQ attention on the current device.
 
     Args:
-        tensors: of the call: float16, bfloat16 or float32 tokens of one dtype; its codebook is not
-            looked at.
-        stored: codewords as `codewords.pack` gives them; None takes keys.
+        tensors: float16, bfloat16 or float32 tokens of one dtype; the codebook is ignored.
+        stored: codewords from `codewords.pack`; None takes keys.
         parents: (B, H, M0, D) in place of keys, dtype of the keys, contiguous; or None.
-        spec: of the call. Exact keys need means.
+        spec: the call's options. Exact keys need means.
 
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of the queries.
 
     Raises:
-        OutOfResources: the GPU lacks the registers or shared memory for the smallest tiling.
+        OutOfResources: even the smallest tiling exceeds the GPU's registers or shared memory.
     """
     tensors = readable(tensors)
     query = tensors.query
@@ -50,13 +49,13 @@ def kernel_attention(
 def run_fitting(
     make_plan: Callable[[Problem], Plan], problem: Problem, addresses: Mapping[str, Address]
 ) -> tuple[Plan, Tensor]:
-    """Run the plan of a problem, with smaller tilings where the GPU lacks the resources.
+    """Run the plan of a problem, with smaller tilings if it exceeds the GPU's resources.
 
     Returns:
-        the plan and its memory.
+        The plan and its memory.
 
     Raises:
-        OutOfResources: it lacks them for the smallest tiling.
+        OutOfResources: even the smallest tiling exceeds them.
     """
     while True:
         reduction = reductions[problem.variant] if reductions else 0

@@ -20,29 +20,28 @@ from avq_diffusers.codebook.assignment import centre_of
 class StoredCodes(NamedTuple):
     """Stored codewords as the kernels read them."""
 
-    # (H, MP + M0 CP, DP) in the dtype of the inputs. Parents are the first rows, child c of
-    # parent p is row MP + p CP + c; padding is 0. A codeword too far away for the dtype moves
-    # to its edge.
+    # (H, MP + M0 CP, DP) in the dtype of the inputs. Parents come first; child c of parent p is
+    # row MP + p CP + c; padding is 0. Codewords outside the dtype's range are clamped.
     codes: Tensor
     # (H, MP + M0 CP) float32, the part of -|k - codeword|^2 scale log2(e) / 2 that does not
     # depend on the key k; -inf on padding rows.
     bias: Tensor
-    centre: Tensor  # (H, DP) float32, the vector that `codes` are around
+    centre: Tensor  # (H, DP) float32, subtracted from `codes`
 
 
 def padded(length: int, least: int = 1) -> int:
-    """The power of two that holds a length, and at least `least`: the side of a block."""
+    """The side of a block: the power of two that holds a length, and at least `least`."""
     return max(least, 1 << (length - 1).bit_length())
 
 
 def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[int, int, int]:
-    """DP, MP and CP: powers of two, the first two at least 16 (least side of a matrix product)."""
+    """DP, MP and CP: powers of two, the first two at least 16 (the smallest side of `tl.dot`)."""
     child_rows = padded(num_children) if num_children else 0
     return padded(head_dim, 16), padded(num_parents, 16), child_rows
 
 
 def value_columns(head_dim: int) -> int:
-    """Columns of a row of D mean values, whose last 8 or more hold the share of keys."""
+    """Columns of a row with D mean values; at least 8 more hold the share of keys."""
     padded_dim = padded(head_dim, 16)
     return padded_dim if head_dim < padded_dim else padded_dim + 16
 
@@ -50,8 +49,8 @@ def value_columns(head_dim: int) -> int:
 def pack(parents: Tensor, children: Tensor, *, scale: float, dtype: torch.dtype) -> StoredCodes:
     """Codewords around the median parent of their head, times scale log2(e), and their biases.
 
-    Centring leaves assignment and attention as they are and keeps digits. The biases belong to the
-    rounded codewords, so rounding only moves the codewords. `dtype` is that of the inputs.
+    Centring preserves precision and leaves assignment and attention unchanged. Biases are computed
+    from the rounded codewords, so rounding only moves the codewords. `dtype` is that of the inputs.
     """
     num_parents, num_children, head_dim = children.shape[1:]
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)

@@ -1,4 +1,4 @@
-"""Column gradient kernel: one program per query tile, which makes its choices again.
+"""Column gradient kernel: one program per query tile, which recomputes the tile's choices.
 
 With the weights w_ia of column a for query i, and d for gradients:
 
@@ -7,8 +7,8 @@ With the weights w_ia of column a for query i, and d for gradients:
     dmean_a = sum_i w_ia dy_i
     dc_a = s sum_i w_ia (dy_i.mean_a - delta_i) q_i
 
-A tile stores the last two for its own queries, column by column: of all parents, refined ones with
-the keys that stay, then of the children of refined parents. Exact keys and sink keys follow, each a
+A tile stores the last two for its own queries, column by column: all parents, refined ones with
+the keys that stay, then the children of refined parents. Exact keys and sink keys follow, each a
 mean of one key; the columns that they replace get 0.
 
 Shapes: as in `attention`, T query tiles; a tile has MP + P CP columns of codewords.
@@ -57,7 +57,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class ColumnGradients(NamedTuple):
-    """Gradients of the columns of every tile: of mean values, then of mean keys over s.
+    """Gradients of each tile's columns: of mean values, then of mean keys divided by s.
 
     exact_column, sink_column: (B, H, T, keys, 2 D) float32; or None.
     """
@@ -68,14 +68,14 @@ class ColumnGradients(NamedTuple):
 
 
 class GradientBlocks(NamedTuple):
-    """Compile-time blocks: parents, and refined parents with their children, at once."""
+    """Compile-time blocks: parents, and refined parents with their children, per step."""
 
     M: tl.constexpr
     P: tl.constexpr
 
 
 class GradientTile(NamedTuple):
-    """What the gradients of the columns of a tile are made of."""
+    """The inputs for the gradients of a tile's columns."""
 
     query: tl.tensor  # (BLOCK_N, DP)
     grad: tl.tensor  # (BLOCK_N, DP), gradients of the outputs
@@ -85,7 +85,7 @@ class GradientTile(NamedTuple):
 
 @triton.jit
 def _load_rows(pointer, strides, place, STRIDE: tl.constexpr, SIZES: tl.constexpr):
-    """Rows (BLOCK_N, DP) of the queries of a tile, padded with zeros."""
+    """Rows (BLOCK_N, DP) of a tile's queries, padded with zeros."""
     start = place.batch * strides.batch + place.head.to(tl.int64) * strides.head
     columns = tl.arange(0, SIZES.PADDED_DIM)
     offsets = place.token[:, None] * STRIDE + columns[None, :]
@@ -97,12 +97,12 @@ def _load_rows(pointer, strides, place, STRIDE: tl.constexpr, SIZES: tl.constexp
 def _add_columns(
     grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES: tl.constexpr
 ):
-    """Store the gradients of some columns; return those of the queries with theirs added.
+    """Store the gradients of some columns; return `grad_query` with their contribution added.
 
     grad_query: (BLOCK_N, DP), in units of base 2.
     codes, values: (columns, DP).
-    log_counts: (columns), -inf where nothing attends.
-    columns: where to store, from `column_ptr` on.
+    log_counts: (columns), -inf on unused columns.
+    columns: where to store, relative to `column_ptr`.
     """
     # (BLOCK_N, columns)
     bias = log_counts[None, :] - tile.log_total[:, None]
@@ -126,7 +126,7 @@ def _add_columns(
 def _add_codewords(
     grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES: tl.constexpr
 ):
-    """`_add_columns` of `rows` of the tables."""
+    """`_add_columns` for `rows` of the tables."""
     codes = load_codes(tables, rows, valid, SIZES)[0]
     values = load_values(tables, rows, valid, SIZES)[0]
     log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
@@ -140,7 +140,7 @@ def _add_codewords(
 
 @triton.jit
 def _add_tokens(grad_query, tile, tokens, token, column_ptr, columns, valid, SIZES: tl.constexpr):
-    """`_add_columns` of keys that attend as themselves."""
+    """`_add_columns` for keys that attend as themselves."""
     codes = load_token_codes(tokens, token, valid, 0, SIZES.PADDED_DIM, SIZES)
     values = load_tokens(
         tokens.value, token, tokens.value_stride, valid, 0, SIZES.PADDED_DIM, SIZES
@@ -164,7 +164,7 @@ def _add_all(
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """`_add_columns` of all that a tile sees."""
+    """`_add_columns` for everything a tile sees."""
     refined = None
     if SIZES.SELECTS:
         refined = load_refined(tables, SIZES)
@@ -237,7 +237,7 @@ def column_gradients_kernel(
     BLOCKS: tl.constexpr,
     GRADIENT_BLOCKS: tl.constexpr,
 ):
-    """Write the gradients of the queries of one tile, and what the tile gives its columns.
+    """Write the gradients of one tile's queries, and the tile's contribution to its columns.
 
     grad_query: (B, N, H, D).
     """

@@ -1,8 +1,8 @@
-"""The backward pass by kernels: gradients of AVQ attention whose codewords are means.
+"""The backward kernels: gradients of AVQ attention with means as codewords.
 
-The keys are summarized and the choices made as in the forward pass, by the same kernels. Then three
-launches: `column_gradients`, and the two of `key_gradients`. There are no atomics: every run gives
-the same bits.
+The forward kernels summarize the keys and make the choices again. Three launches follow:
+`column_gradients`, and the two of `key_gradients`. There are no atomics: every run gives the same
+bits.
 
 Shapes: as in `call`.
 """
@@ -47,14 +47,14 @@ from avq_diffusers.attention.triton.problem import (
 from avq_diffusers.attention.triton.softmax import TileSizes
 from avq_diffusers.attention.triton.tuning import gradient_tiling
 
-# Bytes of the gradients of columns of one launch, unless one batch element has more.
+# Most bytes of column gradients per launch, unless a single batch element needs more.
 COLUMN_BYTES = 1 << 30
 
 
 def serves(query: Tensor, *, means: bool) -> bool:
-    """Whether these kernels serve a call that those of the forward pass have served.
+    """Whether these kernels serve a call that the forward kernels served.
 
-    Two tiles of float32 do not fit shared memory. Gradients through stored codewords are others.
+    Two float32 tiles do not fit shared memory, and stored codewords have other gradients.
     """
     return query.dtype != torch.float32 and means
 
@@ -66,9 +66,9 @@ def kernel_gradients(
     parents: Tensor | None,
     spec: Spec,
 ) -> list[Tensor]:
-    """Gradients of query, key, value and, if there are any, sinks, on the current device.
+    """Gradients of query, key, value and any sinks, on the current device.
 
-    They are views of new (B, N, H, D) memory, dtype of the queries. Arguments are as in
+    They are views of new (B, N, H, D) memory, dtype of the queries. Arguments as in
     `call.kernel_attention`.
     """
     tokens = dict(zip(Tensors._fields, tensors.tokens(), strict=False))

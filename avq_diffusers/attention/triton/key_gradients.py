@@ -1,9 +1,9 @@
-"""From the gradients of codewords to those of keys and values, in two launches:
+"""From codeword gradients to key and value gradients, in two launches:
 
-    leaf gradients  adds up what the tiles give every codeword, in their order, and notes where a
+    leaf gradients  sums each codeword's gradient over the tiles, in order, and records where a
                     parent has exact keys.
-    key gradients   gives every key what its two codewords have, divided by their numbers of keys,
-                    and what it has from tiles where it is exact.
+    key gradients   gives each key the gradients of its two codewords, divided by their key counts,
+                    and the gradients from tiles where it is exact.
 
 Shapes: as in `precompute`, T query tiles with the columns of `column_gradients`.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 from avq_diffusers.attention.triton.exact import NEVER
 from avq_diffusers.attention.triton.pieces import Chunks, cell_of, keys_of_cell, parent_of
 
-# Tiles that a program looks at, of which it takes those with exact keys of its parent.
+# Tiles a program scans at once for exact keys of its parent.
 TILES_SEEN = tl.constexpr(32)
 
 
@@ -41,16 +41,16 @@ def leaf_gradients_kernel(
     TILES: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Add up the gradients of one parent and its children over all tiles, TILES at a time.
+    """Sum the gradients of one parent and its children over all tiles, TILES at a time.
 
-    leaf_gradients: (B, H, M0, 1 + CP, 2 D), of the value and the key of every leaf: its own, and
-        what it has of all keys of the parent.
-    first: as in `ColumnPointers`; None without exact keys, as the next one.
-    exact_slot: (B, H, M0, T) int32, -1 where no key of the parent is exact; else which of the
-        refined parents of the tile it is, P if it is none.
+    leaf_gradients: (B, H, M0, 1 + CP, 2 D), of each leaf's value and key: its own plus those of the
+        parent's row for all keys.
+    first: as in `ColumnPointers`; None without exact keys, like the next one.
+    exact_slot: (B, H, M0, T) int32, -1 where no key of the parent is exact; else the parent's index
+        among the tile's refined parents, P if it is not refined.
     WIDTH: 2 D, padded to a power of two.
     """
-    # Parents first: the columns of neighbours are neighbours in memory.
+    # Parents first: neighbours' columns are adjacent in memory.
     parent = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -147,16 +147,16 @@ def leaf_gradients_kernel(
 
 
 class ExactPointers(NamedTuple):
-    """What tiles with exact keys leave; None without exact keys.
+    """What tiles with exact keys store; None without exact keys.
 
-    place, row_start: as the leaf order writes them.
+    place, row_start: written by the leaf order kernel.
     first, exact_column: as in `column_gradients`.
     """
 
     place: tl.tensor
     row_start: tl.tensor
     first: tl.tensor
-    exact_slot: tl.tensor  # as the leaf gradients write it
+    exact_slot: tl.tensor  # written by the leaf gradients kernel
     exact_column: tl.tensor
 
 
@@ -164,11 +164,11 @@ class ExactPointers(NamedTuple):
 def _as_exact_keys(
     leaf, place, is_key, parent, numbers, exact, num_tiles, exact_keys, SIZES: tl.constexpr
 ):
-    """Gradients (KEYS, DP) of values and keys of one parent, over the tiles where they are exact.
+    """Gradients (KEYS, DP) of one parent's values and keys, over the tiles where they are exact.
 
-    Few tiles have any: a block of tiles is looked at, then those few are taken one by one.
+    Few tiles have any, so a block of tiles is scanned and the hits are processed one by one.
 
-    leaf, place: (KEYS) of the keys, in the cell and in `leaf_order`.
+    leaf, place: (KEYS), each key's leaf in the cell and position in `leaf_order`.
     """
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     NUM_REFINED: tl.constexpr = SIZES.NUM_REFINED
@@ -231,10 +231,10 @@ def key_gradients_kernel(
     KEYS: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Give the keys of one piece of one parent the gradients of their leaves.
+    """Write the gradients of the keys in one piece of one parent.
 
-    order, start: as the sort writes them.
-    leaf: as the aggregation writes it.
+    order, start: written by the sort.
+    leaf: written by the aggregation.
     grad_key, grad_value: (B, S, H, D).
     """
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM

@@ -1,7 +1,7 @@
-"""Launches at little cost for the host: what depends on the problem size is computed once.
+"""Launches with low host overhead: whatever depends on the problem size is computed once.
 
-Arguments go by the names that the kernels give them: pointer `key_ptr` is the address of `key`. A
-name that is missing raises; a pointer that is absent is None.
+Arguments are matched by the kernels' parameter names: pointer `key_ptr` is the address of `key`. A
+missing name raises; an absent pointer is None.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-# Problem sizes whose launches are kept.
+# Number of problem sizes whose launches are cached.
 MOST_PLANS = 512
 
-# What a kernel takes for a pointer: an address, or a tensor if it is interpreted.
+# A kernel takes an address as a pointer, or a tensor if it is interpreted.
 Address = int | Tensor | None
 
 _RUNTIME = knobs.runtime
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """An argument whose value is the address that a call gives the name, a multiple of 16."""
+    """An argument whose value is the address that a call passes under this name, 16-aligned."""
 
     name: str
     dtype: torch.dtype
@@ -53,12 +53,12 @@ Pointers = Mapping[str, Pointer | None]
 
 
 def group(kind: type[Any], pointers: Pointers) -> Any:
-    """A NamedTuple of the pointers that its fields name."""
+    """A NamedTuple of pointers, looked up by its field names."""
     return kind(*(pointers[name] for name in kind._fields))
 
 
 def each(function: Callable[[Any], Any], value: Any) -> Any:
-    """A function of an argument, or of all that a tuple of arguments holds."""
+    """Apply a function to an argument, or recursively to a tuple of arguments."""
     if isinstance(value, Pointer) or not isinstance(value, tuple):
         return function(value)
     results = map(function, value)
@@ -68,14 +68,14 @@ def each(function: Callable[[Any], Any], value: Any) -> Any:
 class Launch:
     """A kernel, its grid and its arguments.
 
-    It compiles when it first runs. From then on it belongs to the device that was current.
+    Compiles at its first run, for the device that is current then.
 
     Args:
-        kernel: takes pointers, then numbers, then constants, whose names are upper case.
+        kernel: takes pointers, then numbers, then constants with upper-case names.
         grid: programs along each axis.
-        arguments: what the kernel takes, and perhaps more. Pointers and numbers may be in tuples of
-            their own, constants in a NamedTuple.
-        **options: of the compiler.
+        arguments: the kernel's arguments; others are ignored. Pointers and numbers may be grouped
+            in tuples, constants in a NamedTuple.
+        **options: compiler options.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Launch:
         """Launch on a stream of the current device.
 
         Args:
-            addresses: of all pointers; that of None is None.
-            stream: its handle.
+            addresses: address per pointer name; None maps to None.
+            stream: handle of the stream.
         """
         if _INTERPRETED:
             filled = {
@@ -117,7 +117,7 @@ class Launch:
         if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
             hooks = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
             metadata = compiled.launch_metadata(self.grid, stream, *arguments)
-        # Reading `run` loads the code.
+        # Accessing `run` loads the binary.
         compiled.run(
             *self.grid,
             stream,
@@ -136,7 +136,7 @@ class Launch:
         return self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
 
     def compiled_constants(self) -> dict[str, Any]:
-        """The constants as the compiler takes them: what a tuple holds must say that it is one."""
+        """The constants in the compiler's form: members of a tuple must be marked as constexpr."""
         constants = self.constants.items()
         return {k: each(tl.constexpr, x) if isinstance(x, tuple) else x for k, x in constants}
 
@@ -146,16 +146,16 @@ def _holds_numbers(value: Any) -> bool:
 
 
 def _names(value: Any) -> list[str | None]:
-    """The names of a pointer or a tuple of pointers; None of one that is absent."""
+    """The names in a pointer or a tuple of pointers; None for an absent one."""
     pointers = value if isinstance(value, tuple) and not isinstance(value, Pointer) else (value,)
     return [None if x is None else x.name for x in pointers]
 
 
 def _representative(value: Pointer | int | None) -> Any:
-    """What the compiler sees of an argument.
+    """A stand-in that the compiler specialises on.
 
-    A pointer is aligned to 16 bytes. A number says no more than how many bits it needs, because it
-    differs from call to call: the compiler would treat 1, and multiples of 16, in their own way.
+    A pointer is aligned to 16 bytes. A number only determines its bit width, because it varies
+    between calls: the compiler would specialise on 1 and on multiples of 16.
     """
     if isinstance(value, Pointer):
         return MockTensor(value.dtype)
@@ -165,11 +165,11 @@ def _representative(value: Pointer | int | None) -> Any:
 
 
 class Plan:
-    """Launches one after another, and the memory that they need, in one allocation.
+    """A sequence of launches, with the memory they need in one allocation.
 
     Args:
-        parts: of the memory.
-        launches: in their order.
+        parts: parts of the memory.
+        launches: the launches, in order.
     """
 
     def __init__(self, parts: Mapping[str, Part], launches: Sequence[Launch]) -> None:
@@ -185,7 +185,7 @@ class Plan:
     def run(self, inputs: Mapping[str, Address], device: torch.device) -> Tensor:
         """Launch on the current stream of the current device; return the memory.
 
-        `inputs` are addresses of what is not in the memory.
+        `inputs` are the addresses of everything outside the memory.
         """
         memory = torch.empty(self._size, dtype=torch.uint8, device=device)
         stream = 0
@@ -205,7 +205,7 @@ class Plan:
         return memory
 
     def _compile(self, device: torch.device) -> None:
-        """Compile all kernels side by side: most of the compiler runs outside the GIL."""
+        """Compile all kernels in parallel: most of the compiler runs outside the GIL."""
 
         def compile_one(launch: Launch) -> None:
             with torch.cuda.device(device):
@@ -224,20 +224,20 @@ class Plan:
 
 
 def address(tensor: Tensor | None) -> Address:
-    """What a kernel takes for a tensor."""
+    """A tensor's address, or the tensor itself if kernels are interpreted."""
     return tensor if tensor is None or _INTERPRETED else tensor.data_ptr()
 
 
 def aligned(order: Tensor | None) -> Tensor | None:
-    """The order if kernels can read it, else a copy."""
+    """The order, copied if kernels cannot read it."""
     return order if order is None or order.data_ptr() % 16 == 0 else order.clone()
 
 
 def kernel_layout(tensor: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor (B, H, N, D) if kernels can read it, else a copy.
+    """The tensor (B, H, N, D), copied if kernels cannot read it.
 
-    They need a last stride of 1, an address that is a multiple of 16 bytes, and other strides that
-    are multiples of `multiple`, a power of two.
+    They need a last stride of 1, a 16-byte aligned address, and other strides that are multiples of
+    `multiple`, a power of two.
     """
     batch, head, token, last = tensor.stride()
     if last == 1 and tensor.data_ptr() % 16 == 0 and (batch | head | token) % multiple == 0:

@@ -1,4 +1,4 @@
-"""Leaf order kernel: the keys of each cell in the order of leaves, for query tiles that meet keys.
+"""Leaf order kernel: each cell's keys in the order of leaves, for query tiles with exact keys.
 
 Shapes: as in `precompute`.
 """
@@ -21,11 +21,11 @@ from avq_diffusers.attention.triton.pieces import (
 class LeafPointers(NamedTuple):
     """Where the keys of each leaf are.
 
-    row_start, row_count: (B, H, 2 MP + M0 CP) int32, where the keys of every row of mean values are
-        in this order, and how many.
+    row_start, row_count: (B, H, 2 MP + M0 CP) int32, start and number of each mean-value row's keys
+        in this order.
     """
 
-    # (B, H, S) int32, indices of keys by cell, in a cell by leaf, in a leaf as in `leaf`.
+    # (B, H, S) int32, key indices sorted by cell, then leaf, then as in `leaf`.
     leaf_order: tl.tensor
     row_start: tl.tensor
     row_count: tl.tensor
@@ -44,11 +44,11 @@ def leaf_order_kernel(
     CELLS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Write the keys of one piece of one parent where their leaves are.
+    """Write the keys of one piece of one parent to their leaves' positions.
 
-    order, start: as the sort writes them.
-    leaf, piece_counts: as the aggregation writes them.
-    place: (B, H, S) int32, where in `leaf_order` the keys are, in the order of cells; or None.
+    order, start: written by the sort.
+    leaf, piece_counts: written by the aggregation.
+    place: (B, H, S) int32, position of each key in `leaf_order`, in the order of cells; or None.
     """
     PARENT_ROWS: tl.constexpr = CELLS.PARENT_ROWS
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS

@@ -1,7 +1,7 @@
-"""Pieces: the keys of one parent, cut to a fixed length that one program works on.
+"""Pieces: a parent's keys, cut to a fixed length for one program each.
 
-Pieces 0 to MP - 1 are the first piece of every parent, empty or not. The other pieces follow in the
-order of the parents.
+Pieces 0 to MP - 1 are the first piece of each parent, empty or not. The others follow in the order
+of parents.
 
 Shapes: as in `precompute`.
 """
@@ -27,7 +27,7 @@ class CellSizes(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The keys of a head, the keys of a chunk, and how many chunks there are."""
+    """Keys per head, keys per chunk, and the number of chunks."""
 
     num_keys: tl.tensor
     length: tl.tensor
@@ -35,17 +35,17 @@ class Chunks(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Where the keys of a parent are."""
+    """Where a parent's keys are."""
 
-    first: tl.tensor  # the number of keys of all lower parents
-    total: tl.tensor  # the number of its keys
-    earlier: tl.tensor  # (NUM_CHUNKS) how many of them come in earlier chunks
-    shift: tl.tensor  # (NUM_CHUNKS) from a rank in the cell to a place in `order`
+    first: tl.tensor  # number of keys of all lower parents
+    total: tl.tensor  # number of its keys
+    earlier: tl.tensor  # (NUM_CHUNKS) how many of them are in earlier chunks
+    shift: tl.tensor  # (NUM_CHUNKS) from a rank in the cell to a position in `order`
 
 
 @triton.jit
 def extra_pieces(start_ptr, num_chunks, CELLS: tl.constexpr):
-    """(MP) pieces of each parent after its first."""
+    """(MP) number of pieces of each parent after its first."""
     PARENT_ROWS: tl.constexpr = CELLS.PARENT_ROWS
     NUM_CHUNKS: tl.constexpr = CELLS.NUM_CHUNKS
     MOST: tl.constexpr = 2048 // PARENT_ROWS
@@ -63,10 +63,10 @@ def extra_pieces(start_ptr, num_chunks, CELLS: tl.constexpr):
 
 @triton.jit
 def place_of(rank, earlier, shift, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr):
-    """Where these ranks are in an order of runs.
+    """Positions of these ranks in an order made of runs.
 
-    earlier: (SIZE) ranks before each run, which do not fall.
-    shift: (SIZE) from a rank of each run to its place.
+    earlier: (SIZE) ranks before each run, non-decreasing.
+    shift: (SIZE) from a rank in each run to its position.
     """
     # The run of a rank is the last one that starts at or before it.
     run = tl.zeros_like(rank)
@@ -78,14 +78,14 @@ def place_of(rank, earlier, shift, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr):
 
 @triton.jit
 def keys_of_cell(order_ptr, rank, valid, cell, CELLS: tl.constexpr):
-    """The keys of these ranks in their cell; key 0 where a rank is not valid."""
+    """The keys at these ranks in their cell; key 0 where a rank is not valid."""
     place = place_of(rank, cell.earlier, cell.shift, CELLS.NUM_CHUNKS, CELLS.LOG2_CHUNKS)
     return tl.load(order_ptr + place, mask=valid, other=0)
 
 
 @triton.jit
 def parent_of(piece, start_ptr, num_chunks, CELLS: tl.constexpr):
-    """The parent of a piece and which of its pieces this is; a parent of MP is none."""
+    """The parent of a piece and the piece's index within it; parent MP means none."""
     parent = piece
     part = 0
     if piece >= CELLS.PARENT_ROWS:
@@ -119,8 +119,8 @@ def cell_of(parent, start_ptr, chunks, CELLS: tl.constexpr):
 
 @triton.jit
 def leaf_rows(parent, CELLS: tl.constexpr):
-    """(L) Rows of mean values of the keys that stay with a parent and of its children, and which
-    of them there are."""
+    """(L) Mean-value rows of the keys that stay with a parent and of its children, and which rows
+    are valid."""
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
     STAY: tl.constexpr = CELLS.PARENT_ROWS
     CHILDREN: tl.constexpr = 2 * CELLS.PARENT_ROWS

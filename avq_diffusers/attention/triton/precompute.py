@@ -1,16 +1,16 @@
-"""Precompute: assign every key, then average keys and values of every codeword.
+"""Precompute: assign each key, then average the keys and values of each codeword.
 
-A key goes to its nearest parent, then to a child of it that is strictly closer, or stays with the
+A key goes to its nearest parent, then to the nearest child if strictly closer, or stays with the
 parent (paper, Algorithm 1). Two or three launches:
 
-    sort        finds the parents of a chunk of keys and sorts the chunk by them, stably.
-    aggregate   gathers the keys of one parent from all chunks and finds their leaves by a small
-                matrix product. A product with the one-hot choice adds up their keys and values.
-    leaf order  puts the keys of a cell in the order of its leaves, if queries meet keys themselves.
+    sort        finds the parents of a chunk of keys and stably sorts the chunk by them.
+    aggregate   gathers one parent's keys from all chunks and finds their leaves with a small
+                matmul. A matmul with the one-hot choice sums their keys and values.
+    leaf order  sorts each cell's keys by leaf, if queries attend to exact keys.
 
-The parents are stored codewords, or keys that are evenly spaced in the query order; `updates` may
-have moved these. The children are stored too, or keys of the cell. They are read where they are: no
-launch here makes codewords.
+Parents are stored codewords, or keys evenly spaced in the query order, possibly moved by `updates`.
+Children are stored, too, or keys of the cell. Both are read in place: no launch here creates
+codewords.
 
 A parent with many keys is cut into pieces of fixed length. The program that finishes last adds the
 pieces in order, so every run gives the same bits.
@@ -47,40 +47,40 @@ from avq_diffusers.attention.triton.tuning import (
 class Precompute(NamedTuple):
     """The launches that summarize the keys of a call.
 
-    The memory has what represents the keys:
+    The memory holds what represents the keys:
 
-    - `codes`, unless codewords are stored and represent their keys themselves: mean keys
-      (B, H, 2 MP + M0 CP, DP) around the centre, times scale log2(e).
+    - `codes`, unless stored codewords represent the keys: mean keys (B, H, 2 MP + M0 CP, DP) around
+      the centre, times scale log2(e).
     - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_columns`. Row p
       averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row
-      MP + p those that stay with p. Unless means represent the keys, the divisor of the latter is
-      the number of all keys of p. Columns from D on are the number of keys of the row divided by
-      the divisor. A row without keys is 0.
-    - `log_counts`: float32, log2 of the number of keys of every row of the codes.
-    - `variance`: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean,
-      if means represent them.
+      MP + p those that stay with p; unless means represent the keys, the latter's divisor is the
+      number of all keys of p. Columns from D on hold the row's number of keys over the divisor. A
+      row without keys is 0.
+    - `log_counts`: float32, log2 of the number of keys per row of the codes.
+    - `variance`: (B, H, MP) float32, mean squared distance of a parent's keys from their mean, if
+      means represent them.
     - `centre`: (B, H, DP) float32, unless codewords are stored.
 
-    and, if tiles have exact keys, `LeafPointers` and
+    If tiles have exact keys, it also holds `LeafPointers` and
 
-    - `row_weight`: (B, H, 2 MP + M0 CP) float32, what the attention to a row weighs in the choice
-      of exact keys: the squared variance of its keys, divided by their number.
+    - `row_weight`: (B, H, 2 MP + M0 CP) float32, weight of the attention to a row in the choice of
+      exact keys: the squared variance of its keys, divided by their number.
     """
 
-    parts: dict[str, Part]  # of the memory
-    pointers: dict[str, Pointer | None]  # to the memory and to what a call gives
+    parts: dict[str, Part]  # parts of the memory
+    pointers: dict[str, Pointer | None]  # to the memory and to the call's inputs
     launches: list[Launch]
-    arguments: dict[str, Any]  # what kernels of keys take
+    arguments: dict[str, Any]  # for kernels that run on keys
 
 
 def precompute_launches(
     problem: Problem, *, leaves: bool = False, tiling: PrecomputeTiling | None = None
 ) -> Precompute:
-    """The memory of a call and its first launches.
+    """A call's memory and first launches.
 
-    With `leaves` the memory also has `leaf`, (B, H, S) int32, the leaf in its cell of every key, in
-    the order of cells, and with exact keys in this order `place`, where in `leaf_order` it is.
-    Without a `tiling`, `precompute_tiling` gives it.
+    With `leaves` the memory also holds `leaf`, (B, H, S) int32, each key's leaf in its cell, in the
+    order of cells, and with exact keys `place`, its position in `leaf_order`, in the same order.
+    `tiling` defaults to `precompute_tiling`.
     """
     spec, dtype = problem.spec, problem.dtype
     batch, num_heads, num_keys, head_dim = problem.key.shape
@@ -89,11 +89,11 @@ def precompute_launches(
         head_dim, spec.num_parents, spec.num_children
     )
     rows = 2 * parent_rows + spec.num_parents * child_rows
-    # Products and strips both divide a chunk.
+    # A chunk is a multiple of both matmul tiles and strips.
     tile_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
     chunk_keys = -(-num_keys // (tile_keys * tiling.num_chunks)) * tile_keys
     chunks = Chunks(num_keys, chunk_keys, -(-num_keys // chunk_keys))
-    # The most that the keys of one head can be cut into.
+    # Upper bound on the pieces of one head's keys.
     num_pieces = parent_rows + num_keys // tiling.piece_keys
     cells = CellSizes(
         NUM_PARENTS=spec.num_parents,
@@ -210,7 +210,7 @@ def _parts(
     return parts
 
 
-# Parts that not every call has.
+# Parts that only some calls have.
 _OPTIONAL = (
     *("codes", "square", "piece_squares", "variance"),
     *("leaf", "place", "leaf_order", "row_start", "row_count", "row_weight"),

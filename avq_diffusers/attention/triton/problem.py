@@ -1,4 +1,4 @@
-"""`Problem`: all that the launches of a call depend on, the key of the plans that are kept.
+"""`Problem`: everything that a call's launches depend on, the key for cached plans.
 
 Shapes: B batch, H heads, N queries, S keys, T sinks, D head dim, M0 parents.
 """
@@ -23,7 +23,7 @@ from avq_diffusers.attention.triton.launch import (
 
 
 class Layout(NamedTuple):
-    """Where the numbers of a tensor (B, H, tokens, D) are."""
+    """Memory layout of a tensor (B, H, tokens, D)."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of tokens, perhaps divided by a number that `ALIGN` gives back."""
+    """Token strides, possibly divided by `ALIGN`."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -42,12 +42,12 @@ class Strides(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A call of the kernels without the contents of its tensors.
+    """A kernel call without the contents of its tensors.
 
     capability: compute capability of the GPU.
-    query, key, value, sinks: layouts; `sinks` of sink keys and values, or None.
+    query, key, value, sinks: layouts; `sinks` is for sink keys and values, or None.
     query_order, key_order: dtypes, or None.
-    reduction: how often tilings are made smaller, for GPUs that lack the resources.
+    reduction: how often tilings are made smaller to fit the GPU's resources.
     """
 
     device: torch.device
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
     sinks: tuple[Layout, Layout] | None
     query_order: torch.dtype | None
     key_order: torch.dtype | None
-    is_stored: bool  # a codebook has the codewords
+    is_stored: bool  # codewords come from a codebook
     has_parents: bool  # updated parents are given
     spec: Spec
     reduction: int = 0
@@ -90,12 +90,12 @@ class Problem(NamedTuple):
 
     @property
     def instructions(self) -> str:
-        """What Triton makes of matrix products: `"mma"`, `"wgmma"` or `"tcgen05"`."""
+        """Triton's matmul instruction: `"mma"`, `"wgmma"` or `"tcgen05"`."""
         return matrix_instructions(self.capability)
 
     @property
     def variant(self) -> "Problem":
-        """The problem without what kernels compile alike: batch, strides and numbers of tokens."""
+        """The problem without what does not affect compilation: batch, strides, token counts."""
         anything = Layout(torch.Size((1, *self.query.shape[1:2], 1, *self.query.shape[3:])), ())
         sinks = self.sinks and (anything, anything)
         return self._replace(query=anything, key=anything, value=anything, sinks=sinks, reduction=0)
@@ -106,7 +106,7 @@ class Problem(NamedTuple):
 
     @property
     def exact_keys(self) -> int:
-        """Most keys of a tile that attend as themselves."""
+        """Most exact keys of a tile."""
         return min(self.spec.exact_keys, self.num_keys)
 
     @property
@@ -115,11 +115,11 @@ class Problem(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Query tiles of a head."""
+        """Query tiles per head."""
         return -(-self.query.shape[2] // self.spec.query_tile)
 
     def pointers(self) -> dict[str, Pointer | None]:
-        """Pointers to what a call gives, None to what it does not have."""
+        """Pointers to the call's inputs; None for absent ones."""
         dtypes = {
             "query": self.dtype,
             "key": self.dtype,
@@ -137,9 +137,9 @@ class Problem(NamedTuple):
 
 
 def strides_of(*layouts: Layout) -> tuple[int, list[Strides]]:
-    """A divisor of all strides, 8 or 1, and the strides of each tensor divided by it.
+    """A common divisor of all strides, 8 or 1, and each tensor's strides divided by it.
 
-    A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
+    Multiplying by a constant lets the compiler prove that 16-byte rows are aligned.
     """
     strides = [x.strides[:3] for x in layouts]
     align = 8 if all(stride % 8 == 0 for each in strides for stride in each) else 1
@@ -147,7 +147,7 @@ def strides_of(*layouts: Layout) -> tuple[int, list[Strides]]:
 
 
 def readable(tensors: Tensors) -> Tensors:
-    """The tensors, with copies of those that kernels cannot read."""
+    """The tensors, copied where kernels cannot read them."""
     sink_key, sink_value = tensors.sink_key, tensors.sink_value
     return Tensors(
         kernel_layout(tensors.query, 8),
@@ -165,7 +165,7 @@ def readable(tensors: Tensors) -> Tensors:
 def addresses_of(
     tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None
 ) -> dict[str, Address]:
-    """Addresses of what a call gives, by the names of `Problem.pointers`."""
+    """Addresses of the call's inputs, by the names of `Problem.pointers`."""
     addresses = {
         "query": address(tensors.query),
         "key": address(tensors.key),

@@ -1,9 +1,9 @@
-"""What the kernels of keys share: rows of keys, products, and the nearest parent of a key.
+"""Helpers for kernels that run on keys: rows of keys, matmuls, and the nearest parent of a key.
 
-The parents of a call are stored codes, updated parents, or keys of the call that are evenly spaced
-in the query order. A key k belongs to the parent with the largest k.code + bias.
+Parents are stored codes, updated parents, or keys of the call, evenly spaced in the query order. A
+key k belongs to the parent with the largest k.code + bias.
 
-Shapes: as in `precompute`; KEYS keys of a tile.
+Shapes: as in `precompute`; KEYS keys per tile.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 class KeySizes(NamedTuple):
-    """Compile-time sizes of keys and parents; strides of keys have been divided by ALIGN."""
+    """Compile-time sizes of keys and parents; key strides are divided by ALIGN."""
 
     HEAD_DIM: tl.constexpr
     PADDED_DIM: tl.constexpr
@@ -23,9 +23,9 @@ class KeySizes(NamedTuple):
 
 
 class ParentPointers(NamedTuple):
-    """Where parents are: stored codes and their biases, updated parents, or keys in an order.
+    """Where parents are: stored codes and biases, updated parents, or keys in an order.
 
-    What a call does not have is None.
+    None for what a call does not have.
     """
 
     stored_codes: tl.tensor
@@ -36,7 +36,7 @@ class ParentPointers(NamedTuple):
 
 @triton.jit
 def product(left, right, acc=None):
-    """Matrix product, added to `acc`; of float32 factors to about float32 precision."""
+    """Matmul added to `acc`; float32 factors keep about float32 precision."""
     if left.dtype == tl.float32:
         return tl.dot(left, right, acc=acc, input_precision="tf32x3")
     return tl.dot(left, right, acc=acc)
@@ -44,7 +44,7 @@ def product(left, right, acc=None):
 
 @triton.jit
 def first_maximum(scores, columns, LAST: tl.constexpr):
-    """Largest score along axis 1 and its lowest column; column LAST if all scores are NaN."""
+    """Largest score along axis 1 and its first column; column LAST if all scores are NaN."""
     best = tl.max(scores, axis=1)
     column = tl.where(scores == tl.expand_dims(best, 1), columns, LAST)
     return best, tl.min(column, axis=1)
@@ -52,13 +52,13 @@ def first_maximum(scores, columns, LAST: tl.constexpr):
 
 @triton.jit
 def head_start(strides, batch, head, ALIGN: tl.constexpr):
-    """Where the tokens of a head start."""
+    """Offset of a head's tokens."""
     return (batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head) * ALIGN
 
 
 @triton.jit
 def load_rows(base_ptr, rows, stride, ALIGN: tl.constexpr, is_row, SIZES: tl.constexpr):
-    """Rows of D numbers, padded with zeros to DP."""
+    """Rows of D elements, padded with zeros to DP."""
     columns = tl.arange(0, SIZES.PADDED_DIM)
     offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
     mask = is_row[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
@@ -67,7 +67,7 @@ def load_rows(base_ptr, rows, stride, ALIGN: tl.constexpr, is_row, SIZES: tl.con
 
 @triton.jit
 def bias_of(codes, is_code):
-    """-|c|^2 / 2 of codes that are keys, -inf of padding."""
+    """-|c|^2 / 2 for codes that are keys, -inf for padding."""
     wide = codes.to(tl.float32)
     return tl.where(is_code, -0.5 * tl.sum(wide * wide, axis=1), float("-inf"))
 
@@ -76,7 +76,7 @@ def bias_of(codes, is_code):
 def own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES: tl.constexpr):
     """Parents that are not stored, padded to DP: updated ones, or keys.
 
-    key_ptr, source: of the head.
+    key_ptr, source: at the head.
     """
     if source.parents is not None:
         rows = load_rows(source.parents, parents, SIZES.HEAD_DIM, 1, is_parent, SIZES)
@@ -91,8 +91,8 @@ def own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES: tl
 
 @triton.jit
 def origin_of(key_ptr, num_keys, stride, SIZES: tl.constexpr):
-    """(DP) A key of the head, in float32: distances from it do not see what all keys share."""
-    # Sixteen copies, because a single row has no wide loads.
+    """(DP) A key of the head, in float32: distances from it exclude what all keys share."""
+    # Sixteen copies, because a single row gets no wide loads.
     rows = num_keys // 2 + tl.zeros([16], tl.int32)
     block = load_rows(key_ptr, rows, stride, SIZES.ALIGN, rows >= 0, SIZES)
     return tl.max(block.to(tl.float32), axis=0)
@@ -117,7 +117,7 @@ def load_parents(key_ptr, source, parents, stride, num_keys, SIZES: tl.constexpr
 def best_of_tile(key, codes, bias, first_parent, LAST: tl.constexpr):
     """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
 
-    A thread holds two of eight columns of a row, so threads need not communicate.
+    A thread holds two of a row's eight columns, so threads need not communicate.
     """
     PLACES: tl.constexpr = codes.shape[0] // 8
     scores = (product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
@@ -130,7 +130,7 @@ def best_of_tile(key, codes, bias, first_parent, LAST: tl.constexpr):
 def best_of_loaded_tiles(
     key, key_ptr, source, stride, num_keys, SIZES: tl.constexpr, PARENTS: tl.constexpr
 ):
-    """As `best_of_tile`, of all parents, whose codes are loaded tile by tile."""
+    """`best_of_tile` over all parents, with codes loaded tile by tile."""
     LAST: tl.constexpr = SIZES.PARENT_ROWS - 1
     best = tl.full([key.shape[0], 8], float("-inf"), tl.float32)
     parent = tl.full([key.shape[0], 8], LAST, tl.int32)

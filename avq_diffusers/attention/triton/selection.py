@@ -1,4 +1,4 @@
-"""The parents that a tile of queries refines (paper, Eq. importance).
+"""The parents that a query tile refines (paper, Eq. importance).
 
 Shapes: as in `attention`.
 """
@@ -21,11 +21,11 @@ def _parent_logits(query, tables, start, SIZES: tl.constexpr, BLOCK_M: tl.conste
 
 @triton.jit
 def importance_in_blocks(query, valid_query, tables, SIZES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Importance of all parents, BLOCK_M at a time: first the denominators, then the shares.
+    """Importance of all parents, BLOCK_M at a time: denominators first, then shares.
 
     Returns:
         importance: (PARENT_ROWS,).
-        running_max: (BLOCK_N,) largest logits.
+        running_max: (BLOCK_N,), largest logits.
         log_denominator: (BLOCK_N,), infinite for rows without a query.
     """
     BLOCK_N: tl.constexpr = valid_query.shape[0]
@@ -54,8 +54,8 @@ def importance_in_blocks(query, valid_query, tables, SIZES: tl.constexpr, BLOCK_
 
 @triton.jit
 def rank_of(importance, PARENT_ROWS: tl.constexpr):
-    """Rank of every parent by falling importance; of equal ones the lower index comes first."""
-    # Importance is not negative: its bits order like integers, and the index breaks ties.
+    """Rank of each parent by decreasing importance; ties go to the lower index."""
+    # Importance is non-negative, so its bits order like integers, and the index breaks ties.
     key = importance.to(tl.int32, bitcast=True).to(tl.int64) << 32
     key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
     ahead = key[None, :] > key[:, None]

@@ -1,4 +1,4 @@
-"""An online softmax over rows of the codeword tables, in blocks.
+"""Blockwise online softmax over rows of the codeword tables.
 
 Shapes: as in `attention`.
 """
@@ -10,19 +10,19 @@ import triton.language as tl
 
 from avq_diffusers.attention.triton.rows import product
 
-# Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
+# Below every logit, but finite: -inf minus -inf is NaN while a query has only seen empty codewords.
 LOG_ZERO = tl.constexpr(-1e30)
-# Below every weight that float32 holds to full precision.
+# Below every weight that float32 holds at full precision.
 LEAST_WEIGHT = tl.constexpr(2.0**-120)
 
 
 class Tables(NamedTuple):
-    """Pointers to what represents the keys of a head, and to the refined parents of a tile."""
+    """Pointers to what represents a head's keys, and to a tile's refined parents."""
 
     codes: tl.tensor
     mean_values: tl.tensor
     log_counts: tl.tensor
-    variance: tl.tensor  # of the keys of a parent; None if stored codewords represent keys
+    variance: tl.tensor  # of a parent's keys; unused if stored codewords represent keys
     refined: tl.tensor
 
 
@@ -30,9 +30,9 @@ class TileSizes(NamedTuple):
     """Compile-time sizes of what a query tile sees.
 
     BLOCK_D, REST_D: columns of the one or two blocks that a row is cut into.
-    ROWS, CODE_ROWS: of mean values, and of codes.
-    EXACT_KEYS, SINKS: keys of some columns, or sink keys, attend as themselves.
-    BLOCK_C, BLOCK_K: exact columns, and keys that attend as themselves, at once.
+    ROWS, CODE_ROWS: rows of mean values, and of codes.
+    EXACT_KEYS, SINKS: whether there are exact keys, and sink keys.
+    BLOCK_C, BLOCK_K: exact columns per step, and exact or sink keys per step.
     """
 
     HEADS: tl.constexpr
@@ -54,19 +54,19 @@ class TileSizes(NamedTuple):
     EXACT_KEYS: tl.constexpr
     SINKS: tl.constexpr
     OWN_CENTRE: tl.constexpr  # every batch element has its own centre
-    VISIBLE: tl.constexpr  # columns that a tile with exact keys may see, a power of two
+    VISIBLE: tl.constexpr  # most columns of a tile with exact keys, a power of two
     LOG2_VISIBLE: tl.constexpr
     BLOCK_C: tl.constexpr
     BLOCK_K: tl.constexpr
-    FACTOR: tl.constexpr  # on the logits of keys, with log2(e)
-    ALIGN: tl.constexpr  # what strides of keys have been divided by
+    FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
+    ALIGN: tl.constexpr  # divisor of the key strides
 
 
 class TileBlocks(NamedTuple):
     """Compile-time blocks of a query tile.
 
     M, P: parents, and refined parents with their children, in a block of the online softmax.
-    AGAIN_M, AGAIN_P: the blocks if the tile is computed again.
+    AGAIN_M, AGAIN_P: the same if the tile is recomputed.
     """
 
     N: tl.constexpr
@@ -78,10 +78,10 @@ class TileBlocks(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Sums over codewords, of weights 2^(logit - running_max)."""
+    """Sums over codewords, with weights 2^(logit - running_max)."""
 
     running_max: tl.tensor  # (BLOCK_N,)
-    # Weights times mean values, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
+    # Weights times mean values, (BLOCK_N, BLOCK_D) and with a second block (BLOCK_N, REST_D).
     numerator: tl.tuple
     # Weights times shares, (BLOCK_N, 8); zero where the mean values hold the shares.
     denominator: tl.tensor
@@ -126,7 +126,7 @@ def load_shares(tables, rows, valid, SIZES: tl.constexpr):
 
 @triton.jit
 def logits_of(query, codes, bias):
-    """Queries times codewords, both in blocks of columns, plus a bias at no extra cost."""
+    """Queries times codewords, both in blocks of columns, plus a bias for free."""
     bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
     logits = product(query[0], tl.trans(codes[0]), bias)
     if len(query) > 1:
@@ -148,8 +148,8 @@ def empty_softmax(running_max, SIZES: tl.constexpr):
 def accumulate(softmax, weights, values, shares, SIZES: tl.constexpr):
     """Add weights (BLOCK_N, rows) times values (rows, BLOCK_D) to a softmax.
 
-    Tensor cores sum up the weights, too: times the share in a padding column of the values, or, if
-    there is none, times `shares` (rows, 8). A product has at least 8 columns; these are equal.
+    Tensor cores sum the weights, too: times the share in a padding column of the values or, if
+    there is none, times `shares` (rows, 8), equal columns because a matmul has at least 8.
     """
     weights = weights.to(values[0].dtype)
     denominator = softmax.denominator
@@ -174,7 +174,7 @@ def _rescale(softmax, running_max):
 
 @triton.jit
 def leave_out(weights, running_max, is_kept):
-    """Weights of the parents that are kept, relative to the largest of them."""
+    """Weights of the kept parents, relative to the largest of them."""
     weights = tl.where(is_kept[None, :], weights, 0.0)
     highest = tl.max(weights, axis=1)
     weights *= (1.0 / tl.maximum(highest, LEAST_WEIGHT))[:, None]
@@ -211,9 +211,9 @@ def load_codewords(
 
 @triton.jit
 def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
-    """Weights (BLOCK_N, rows) of codes with a bias (rows), and the softmax that they are to join.
+    """Weights (BLOCK_N, rows) of codes with a bias (rows), and the softmax to add them to.
 
-    RUNNING: first raise its maximum to the largest logit.
+    RUNNING: first raise the softmax's maximum to the largest logit.
     """
     if RUNNING:
         logits = logits_of(query, codes, bias[None, :])

@@ -1,4 +1,4 @@
-"""Sort kernel: the nearest parent of every key, and the keys of a chunk in the order of parents.
+"""Sort kernel: each key's nearest parent, and each chunk's keys in the order of parents.
 
 Shapes: as in `precompute`.
 """
@@ -24,20 +24,19 @@ from avq_diffusers.attention.triton.rows import (
 class SortPointers(NamedTuple):
     """What the sort writes."""
 
-    # (B, H, NUM_CHUNKS, chunk length) int32 workspace: first the parent, then rank and
-    # parent.
+    # (B, H, NUM_CHUNKS, chunk length) int32 workspace: first the parent, then rank and parent.
     rank: tl.tensor
     order: tl.tensor  # (B, H, S) int32, key indices sorted within each chunk
-    # (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
-    # parent in a strip, then where they start in the chunk.
+    # (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of a parent's ranked keys in
+    # a strip, then their start in the chunk.
     count: tl.tensor
-    # (B, H, MP + 1, NUM_CHUNKS) int32, where the keys of a parent start in a chunk.
+    # (B, H, MP + 1, NUM_CHUNKS) int32, start of a parent's keys in a chunk.
     start: tl.tensor
     ticket: tl.tensor  # (B, H, MP) int32, set to 0 for the aggregation
 
 
 class SortBlocks(NamedTuple):
-    """Compile-time blocks: keys and parents of a product, and strips of a chunk."""
+    """Compile-time blocks: keys and parents per matmul, and strips per chunk."""
 
     NUM_CHUNKS: tl.constexpr  # most chunks of a head, a power of two
     CODE_ROWS: tl.constexpr  # rows of stored codes
@@ -57,7 +56,7 @@ def _count_bits(bits):
 
 @triton.jit
 def _resident_parents(key_ptr, source, stride, chunks, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Codes and biases of all parents, in tiles; none unless they stay in shared memory."""
+    """Codes and biases of all parents, in tiles, if they stay in shared memory; else none."""
     codes = ()
     biases = ()
     if BLOCKS.RESIDENT:
@@ -90,7 +89,7 @@ def _mean_parent(key_ptr, source, codes, stride, chunks, SIZES: tl.constexpr, BL
 
 @triton.jit
 def _best_of_resident(key, codes, biases, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
-    """As `best_of_tile`, of all parents, whose codes are resident."""
+    """`best_of_tile` over all parents, with resident codes."""
     if SIZES.PARENT_ROWS == BLOCKS.PARENTS:
         best, parent = best_of_tile(key, codes[0], biases[0], 0, SIZES.PARENT_ROWS - 1)
     else:
@@ -107,12 +106,12 @@ def _best_of_resident(key, codes, biases, SIZES: tl.constexpr, BLOCKS: tl.conste
 
 @triton.jit
 def _rank(rank_ptr, count_ptr, length, chunk_keys, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Rank every key of a chunk among the keys of its parent, in place of the parent.
+    """Replace each key's parent by its rank among that parent's keys in the chunk.
 
-    Leaves in `count` where the keys of a parent in a strip start.
+    Leaves in `count` the start of each parent's keys per strip.
 
     Returns:
-        start: (MP) where the keys of a parent start.
+        start: (MP), start of each parent's keys.
     """
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     STRIPS: tl.constexpr = BLOCKS.STRIPS
@@ -124,13 +123,13 @@ def _rank(rank_ptr, count_ptr, length, chunk_keys, SIZES: tl.constexpr, BLOCKS: 
     earlier_bits = (tl.full([32 * STRIPS], 1, tl.uint32) << in_strip) - 1
     strip_keys = chunk_keys // STRIPS
     lane_offsets = strip * strip_keys + lanes % 32
-    # (32, STRIPS) All keys of a strip in one thread, the strips in different warps.
+    # (32, STRIPS) One thread holds all keys of a strip; strips are in different warps.
     other_offsets = tl.arange(0, 32)[:, None] + tl.arange(0, STRIPS)[None, :] * strip_keys
     strip_counts_ptr = (
         count_ptr + tl.arange(0, STRIPS)[:, None] * PARENT_ROWS + all_parents[None, :]
     )
     tl.store(strip_counts_ptr, tl.zeros([STRIPS, PARENT_ROWS], tl.int32))
-    # Parents, counts and ranks pass from thread to thread through memory.
+    # Threads exchange parents, counts and ranks through memory.
     tl.debug_barrier()
     for tile in tl.range(0, strip_keys, 32):
         # (32 STRIPS)
@@ -141,7 +140,7 @@ def _rank(rank_ptr, count_ptr, length, chunk_keys, SIZES: tl.constexpr, BLOCKS: 
         others = tile + other_offsets
         other_parent = tl.load(rank_ptr + others, mask=others < length, other=-1)
 
-        # (32 STRIPS) Bit i of a key says whether key i of its strip has the same parent.
+        # (32 STRIPS) Bit i tells whether key i of the strip has the same parent.
         is_same = other_parent[:, :, None] == parent.reshape(STRIPS, 32)[None, :, :]
         same = tl.sum(tl.where(is_same, bit[:, None, None], 0), axis=0).reshape(32 * STRIPS)
         same = same.to(tl.uint32)
@@ -179,11 +178,11 @@ def sort_kernel(
 ):
     """Sort one chunk of one head's keys by their nearest parent.
 
-    Loops over the chunk three times: find the parents, rank every key among the keys of its parent,
-    write the order. A chunk is ranked in strips of keys, 32 keys of each at a time.
+    Three passes over the chunk: find the parents, rank each key among its parent's keys, write the
+    order. Ranking works on strips of the chunk, 32 keys of each at a time.
 
     centre: (B, H, DP) float32, the mean of the parents, written unless they are stored.
-    square: (B, H, S) float32, squared distance of every key from `origin_of`, or None.
+    square: (B, H, S) float32, squared distance of each key from `origin_of`, or None.
     """
     NUM_CHUNKS: tl.constexpr = BLOCKS.NUM_CHUNKS
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
@@ -226,7 +225,7 @@ def sort_kernel(
 
     rows = tl.arange(0, KEYS)
     columns = tl.arange(0, PADDED_DIM)
-    # (KEYS, DP) Offsets in a tile fit 32 bits; the tile's own is a scalar.
+    # (KEYS, DP) Offsets within a tile fit 32 bits; the tile's offset is a scalar.
     offsets = rows[:, None] * stride.to(tl.int32) + columns[None, :]
     for tile in tl.range(0, length, KEYS):
         # (KEYS, DP)

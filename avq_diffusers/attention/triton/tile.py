@@ -1,4 +1,4 @@
-"""All that a tile of queries sees: parents, children of refined parents, exact keys and sink keys.
+"""What a query tile sees: parents, children of refined parents, exact keys and sink keys.
 
 Shapes: as in `attention`.
 """
@@ -27,7 +27,7 @@ from avq_diffusers.attention.triton.softmax import (
     weigh,
 )
 
-# Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
+# Below this sum of a query's weights, float16 (smallest subnormal 2^-24) loses precision.
 LEAST_TOTAL = tl.constexpr(2.0**-10)
 # A power of two whose products with weights up to 1 are finite.
 MOST_EXPONENT = tl.constexpr(126.0)
@@ -42,8 +42,8 @@ def load_refined(tables, SIZES: tl.constexpr):
 
 @triton.jit
 def rows_of_parents(refined, start, SIZES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Parents (BLOCK_M) from `start` on, and their rows of mean values: of all keys, or of those
-    that stay if the tile refines them.
+    """Parents (BLOCK_M) from `start` on, and their mean-value rows: for all keys, or for the keys
+    that stay if the tile refines the parent.
 
     refined: from `load_refined`; None if tiles refine no parent, or all.
     """
@@ -59,12 +59,12 @@ def rows_of_parents(refined, start, SIZES: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def rows_of_children(tables, start, SIZES: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Children of BLOCK_P refined parents from place `start` on.
+    """Children of BLOCK_P refined parents, starting with the tile's `start`-th.
 
     Returns:
-        columns: (BLOCK_P CP) of the tile.
-        rows: (BLOCK_P CP) among the children of the head.
-        valid: (BLOCK_P CP) whether they are.
+        columns: (BLOCK_P CP), index among the tile's columns.
+        rows: (BLOCK_P CP), index among the head's children.
+        valid: (BLOCK_P CP), False on padding.
     """
     CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     child = tl.arange(0, BLOCK_P * CHILD_ROWS)
@@ -77,7 +77,7 @@ def rows_of_children(tables, start, SIZES: tl.constexpr, BLOCK_P: tl.constexpr):
     if SIZES.SELECTS:
         parent = tl.load(tables.refined + parent, mask=valid, other=0)
     rows = parent * CHILD_ROWS + child % CHILD_ROWS
-    # Lets a thread load the log_counts of neighbouring children at once.
+    # Lets a thread load the log_counts of adjacent children at once.
     rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
     return columns, rows, valid
 
@@ -98,8 +98,8 @@ def _attend_rows(
 ):
     """Add one block of codewords to a softmax: `code_rows` with the mean values of `value_rows`.
 
-    scoring: None, or where to store the scores of `columns`, and the (BLOCK_N) denominator of
-        attention to parents, in base 2, infinite for rows without a query.
+    scoring: None, or a pointer to store the scores of `columns`, and the (BLOCK_N) log2 denominator
+        of attention to parents, infinite for rows without a query.
     WHOLE: all shares are 1.
     """
     codes, log_counts, values, shares = load_codewords(
@@ -199,11 +199,11 @@ def _attend_children(
 def _parents_in_one_block(
     query, valid_query, tables, exact, SIZES: tl.constexpr, RUNNING: tl.constexpr
 ):
-    """Choose the parents to refine, and attend to all parents by the same logits.
+    """Choose the parents to refine, and attend to all parents with the same logits.
 
     Returns:
         softmax: over all parents, refined ones with the keys that stay.
-        log_denominator: (BLOCK_N) of the attention to parents, as `_attend_rows` takes it.
+        log_denominator: (BLOCK_N) of the attention to parents, for `_attend_rows`.
     """
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     parents = tl.arange(0, PARENT_ROWS)
@@ -238,7 +238,7 @@ def _parents_in_one_block(
         weights = tl.where(is_kept[None, :], weights, 0.0)
     softmax = empty_softmax(running_max, SIZES)
     softmax = accumulate(softmax, weights, values, shares, SIZES)
-    # What follows reads what other threads of this program wrote.
+    # Later code reads what other threads of this program wrote.
     tl.debug_barrier()
     if SIZES.MEANS:
         scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
@@ -250,9 +250,9 @@ def _parents_in_one_block(
 def _parents_in_blocks(
     query, valid_query, tables, exact, SIZES: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """As `_parents_in_one_block`, where no block holds all parents or there is nothing to choose.
+    """Like `_parents_in_one_block`, if no block holds all parents or there is nothing to choose.
 
-    Without a choice and exact keys, `log_denominator` says nothing.
+    `log_denominator` is only meaningful with a choice or exact keys.
     """
     running_max = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
     log_denominator = running_max
@@ -291,14 +291,14 @@ def _attend_keys(query, tables, exact, sinks, softmax, SIZES: tl.constexpr, RUNN
 def attend_tile(
     query, valid_query, tables, exact, sinks, SIZES: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Attend to all that a tile of queries sees.
+    """Attend to everything that a query tile sees.
 
-    Stores the parents to refine, chosen by their importance. A tile that overflows is computed
-    again with a running maximum, in blocks of their own.
+    Stores the parents to refine, chosen by importance. A tile that overflows is recomputed with a
+    running maximum, in separate block sizes.
 
     Returns:
-        softmax: over all of it.
-        total: (BLOCK_N,) sum of its weights.
+        softmax: over all columns.
+        total: (BLOCK_N,), sum of its weights.
     """
     RUNNING: tl.constexpr = BLOCKS.RUNNING
     if SIZES.SELECTS and BLOCKS.M == SIZES.PARENT_ROWS:
@@ -318,7 +318,7 @@ def attend_tile(
 
     total = total_weight(softmax, SIZES)
     if not RUNNING:
-        # An overflow leaves infinity or NaN, and neither is less than infinity.
+        # Overflow leaves infinity or NaN; neither is less than infinity.
         in_range = (total > LEAST_TOTAL) & (total < float("inf"))
         if tl.min(in_range.to(tl.int32)) == 0:
             least = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
@@ -335,9 +335,9 @@ def attend_tile(
 
 @triton.jit
 def _refine(importance, tables, SIZES: tl.constexpr):
-    """Store the parents to refine; return which they are, (PARENT_ROWS,).
+    """Store the parents to refine; return a mask of them, (PARENT_ROWS,).
 
-    They are those of largest importance, times the variance of their keys if means represent these.
+    They have the largest importance, times the variance of their keys if means represent the keys.
     """
     parents = tl.arange(0, SIZES.PARENT_ROWS)
     if SIZES.MEANS:

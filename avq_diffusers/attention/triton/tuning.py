@@ -1,6 +1,6 @@
-"""How kernels are cut, as data, with the functions that choose.
+"""Tilings of the kernels, as data, and the functions that choose them.
 
-A tiling changes the speed of a kernel and its last bits, never its meaning.
+A tiling changes a kernel's speed and last bits, never its meaning.
 """
 
 from dataclasses import dataclass, replace
@@ -13,34 +13,34 @@ from avq_diffusers.attention.triton.problem import Problem
 
 @dataclass(frozen=True)
 class AttentionTiling:
-    """How a query tile is cut."""
+    """How the work of a query tile is split."""
 
     num_warps: int  # warps per program; 16 queries per warp fill the registers
     num_stages: int  # blocks of children in flight; each takes shared memory
     parents_per_block: int  # refined parents whose children form one block of the online softmax
-    parent_block: int  # parents per block. If it holds all of them, no logit is computed twice
+    parent_block: int  # parents per block; if it holds them all, no logit is computed twice
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
     rest_columns: int = 0  # columns of a second block after 64; 0 keeps all columns in one block
     running_max: bool = True  # start with a running maximum
 
 
-# Most columns of a block, by how often a tiling was made smaller.
+# Most columns per block, by how often a tiling was made smaller.
 COLUMNS = (128, 32, 16)
 MOST_REDUCED = len(COLUMNS) - 1
-# Where blocks of 32 columns, and updates of 64 parents, spill in float32: RTX 50.
+# RTX 50, where float32 blocks of 32 columns and updates of 64 parents spill.
 FEW_REGISTERS = ((12, 0),)
 
 
 def attention_tiling(problem: Problem) -> AttentionTiling:
     """The tiling of the attention kernel, measured on an H200."""
     tiling = _without_keys(problem)
-    if tiling.max_registers and meets_keys(problem):  # they need more, and three programs still fit
+    if tiling.max_registers and meets_keys(problem):  # needs more, and three programs still fit
         tiling = replace(tiling, max_registers=168)
     return _reduced(tiling, problem)
 
 
 def _reduced(tiling: AttentionTiling, problem: Problem) -> AttentionTiling:
-    """The tiling within the columns of a reduction."""
+    """The tiling, limited to the columns of the problem's reduction."""
     if not problem.reduction:
         return tiling
     columns = COLUMNS[problem.reduction]
@@ -53,7 +53,7 @@ def _reduced(tiling: AttentionTiling, problem: Problem) -> AttentionTiling:
 
 
 def meets_keys(problem: Problem) -> bool:
-    """Whether queries meet keys themselves: exact or sink keys."""
+    """Whether there are exact keys or sink keys."""
     return problem.exact_keys > 0 or problem.num_sinks > 0
 
 
@@ -77,8 +77,8 @@ def _without_keys(problem: Problem) -> AttentionTiling:
         return replace(tiling, parents_per_block=few_parents, parent_block=columns)
     if has_mma or dtype == torch.float32:
         return tiling if parent_rows <= 64 else replace(tiling, parents_per_block=few_parents)
-    # Measured on an H200: fewer instructions and more programs beat more warps. From 96 columns on
-    # a fixed maximum is faster on an H100, but with sink keys it spills.
+    # Measured on an H200: fewer instructions and more programs beat more warps. From 96 columns on,
+    # a fixed maximum is faster on an H100, but it spills with sink keys.
     running_max = head_dim > 64 and (head_dim < 96 or meets_keys(problem))
     tiling = replace(tiling, num_warps=-(-tile_rows // 32), running_max=running_max)
     if not spec.refines_some():
@@ -93,7 +93,7 @@ def _without_keys(problem: Problem) -> AttentionTiling:
 
 
 def again_blocks(problem: Problem, parent_block: int, parents_per_block: int) -> tuple[int, int]:
-    """Both blocks in the second pass, small enough to take no registers from the first."""
+    """Block sizes of the second pass, small enough to cost the first no registers."""
     if parent_block <= 64 and not problem.exact_keys:
         return parent_block, parents_per_block
     child_rows = padded(problem.spec.num_children) if problem.spec.num_children else 1
@@ -101,41 +101,41 @@ def again_blocks(problem: Problem, parent_block: int, parents_per_block: int) ->
 
 
 def keys_per_block(problem: Problem) -> int:
-    """Exact or sink keys of one block of the online softmax; 64 spill where registers are few."""
+    """Exact or sink keys per block of the online softmax; 64 spill where registers are few."""
     has_few = problem.exact_keys or problem.query.shape[3] <= 64 or problem.instructions == "mma"
     return 32 if has_few or problem.dtype == torch.float32 else 64
 
 
-# Exact columns that are taken out of a softmax at once.
+# Exact columns removed from a softmax at once.
 COLUMN_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class PrecomputeTiling:
-    """How the keys of a call are cut.
+    """How the work on a call's keys is split.
 
-    sort_keys, sort_parents: keys and parents of one product.
-    sort_warps, sort_stages: of the sort; each warp ranks its own strip of a chunk.
-    leaf_warps, leaf_stages: of the aggregation.
+    sort_keys, sort_parents: keys and parents per matmul.
+    sort_warps, sort_stages: for the sort; each warp ranks its own strip of a chunk.
+    leaf_warps, leaf_stages: for the aggregation.
     """
 
     num_chunks: int  # chunks that a head's keys are sorted in, a power of two
     sort_keys: int
     sort_parents: int
-    # Bytes of shared memory for all codes and the key tiles; larger codes are loaded again
-    # for every key tile.
+    # Bytes of shared memory for all codes and the key tiles; larger codes are reloaded for every
+    # key tile.
     sort_shared: int
     sort_warps: int
     sort_stages: int
     piece_keys: int  # keys of one parent that one program aggregates
-    leaf_keys: int  # keys of one product
+    leaf_keys: int  # keys per matmul
     leaf_warps: int
     leaf_stages: int
-    # Of the aggregation, per thread; None leaves it to the compiler.
+    # Per thread of the aggregation; None leaves it to the compiler.
     leaf_registers: int | None = None
 
 
-# Where sums of 64 keys of head dims above 64 spill: A100, B200 and RTX 50.
+# A100, B200 and RTX 50, where sums of 64 keys spill for head dims above 64.
 FEW_LEAF_KEYS = ((8, 0), (10, 0), (12, 0))
 
 
@@ -164,7 +164,7 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     batch, heads, num_keys, head_dim = problem.key.shape
     padded_dim, _, _ = padded_sizes(head_dim, spec.num_parents, spec.num_children)
     most_chunks = 16 if spec.num_children == 0 else 64 if spec.num_parents <= 64 else 32
-    # Enough pieces to fill the GPU, however the keys are spread over the parents.
+    # Enough pieces to fill the GPU, however the keys are distributed over the parents.
     piece_keys = batch * heads * num_keys * padded_dim >> 16
     tiling = PrecomputeTiling(
         num_chunks=clamped_power_of_2(num_keys >> 10, 16, most_chunks),
@@ -207,18 +207,18 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     return tiling
 
 
-# Keys that the leaf order places at once, by one warp.
+# Keys that one warp of the leaf order places at once.
 LEAF_ORDER_KEYS = 64
 
 
 @dataclass(frozen=True)
 class UpdateTiling:
-    """`keys` and `parents` are those of one product."""
+    """`keys` and `parents` are per matmul."""
 
-    chunk_keys: int  # keys whose sums one program adds up
+    chunk_keys: int  # keys summed by one program
     keys: int
     parents: int
-    rows: int  # parents whose means one program divides
+    rows: int  # parents whose means one program computes
     num_warps: int
     num_stages: int
 
@@ -228,7 +228,7 @@ def update_tiling(
 ) -> UpdateTiling:
     """The tiling of an update for keys of a shape.
 
-    Some hundred programs, whose sums take less memory than their keys.
+    Gives a few hundred programs, whose sums take less memory than their keys.
     """
     batch, heads, num_keys, _ = shape
     is_wide = dtype == torch.float32
@@ -244,13 +244,13 @@ def update_tiling(
 
 @dataclass(frozen=True)
 class GradientTiling:
-    """`leaf_tiles` are query tiles that are added up at once, by `leaf_warps`."""
+    """`leaf_tiles` are the query tiles summed at once, by `leaf_warps`."""
 
-    choice: AttentionTiling  # how a query tile makes its choices again
+    choice: AttentionTiling  # for recomputing a query tile's choices
     columns: int  # columns of a query tile whose gradients are computed at once
     leaf_tiles: int
     leaf_warps: int
-    keys: int  # whose gradients are written at once, by one warp
+    keys: int  # keys whose gradients one warp writes at once
 
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
@@ -271,7 +271,7 @@ def gradient_tiling(problem: Problem) -> GradientTiling:
     return GradientTiling(
         choice=_reduced(choice, problem),
         columns=min(64 if is_large else 32, COLUMNS[problem.reduction]),
-        # One warp is an order of magnitude faster than four, as long as its sums fit registers.
+        # One warp is an order of magnitude faster than four while its sums fit registers.
         leaf_tiles=max(1, 2048 // leaf_numbers),
         leaf_warps=max(1, leaf_numbers // 2048),
         keys=min(32, (1024 if problem.exact_keys and not is_large else 2048) // padded_dim),
@@ -279,5 +279,5 @@ def gradient_tiling(problem: Problem) -> GradientTiling:
 
 
 def clamped_power_of_2(number: int, least: int, most: int) -> int:
-    """The largest power of two up to `number`, but within `least` and `most`."""
+    """The largest power of two up to `number`, clamped to `least` and `most`."""
     return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))

@@ -1,9 +1,9 @@
-"""Lloyd updates: parents move to the means of their keys, before keys are sorted by them.
+"""Lloyd updates: move parents to the means of their keys, before the keys are sorted.
 
-Two launches an update:
+Two launches per update:
 
-    cell sums   adds up the keys of every parent over a chunk of keys: a product with the one-hot
-                choice of parents.
+    cell sums   sums each parent's keys over a chunk of keys: a matmul with the one-hot choice of
+                parents.
     cell means  adds the chunks in order, so every run gives the same bits, and divides.
 
 Shapes: B batch, H heads, S keys, D head dim, M0 parents; DP, MP as in `codewords`; T chunks.
@@ -50,8 +50,8 @@ from avq_diffusers.attention.triton.tuning import update_tiling
 def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor:
     """Parents (B, H, M0, D) at the means of their keys; a parent without keys stays.
 
-    They are rounded to the dtype of the keys at each of the updates, one or more. The first parents
-    are evenly spaced in `key_order`.
+    Each update rounds them to the dtype of the keys. The initial parents are keys evenly spaced in
+    `key_order`.
     """
     key, key_order = kernel_layout(key), aligned(key_order)
     order_dtype = None if key_order is None else key_order.dtype
@@ -67,7 +67,7 @@ def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor
 
 
 class SumPointers(NamedTuple):
-    """Sums (B, H, T, MP, DP) float32 and numbers (B, H, T, MP) int32 of the keys of each parent."""
+    """Sums (B, H, T, MP, DP) float32 and counts (B, H, T, MP) int32 of each parent's keys."""
 
     sums: tl.tensor
     counts: tl.tensor
@@ -75,7 +75,7 @@ class SumPointers(NamedTuple):
 
 @lru_cache(MOST_PLANS)
 def _plan(
-    device: torch.device,  # launches belong to one
+    device: torch.device,  # launches belong to a device
     capability: tuple[int, int],
     dtype: torch.dtype,
     key: Layout,
@@ -83,7 +83,7 @@ def _plan(
     has_parents: bool,
     spec: Spec,
 ) -> Plan:
-    """One update of parents that are given, or else keys."""
+    """One update, starting from given parents or else from keys."""
     batch, num_heads, num_keys, head_dim = key.shape
     padded_dim, parent_rows, _ = padded_sizes(head_dim, spec.num_parents, 0)
     tiling = update_tiling(capability, key.shape, dtype, parent_rows)
@@ -135,7 +135,7 @@ def cell_sums_kernel(
     KEYS: tl.constexpr,
     PARENTS: tl.constexpr,
 ):
-    """Add up the keys of PARENTS parents in one chunk of one head's keys."""
+    """Sum the keys of PARENTS parents in one chunk of one head's keys."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -161,7 +161,7 @@ def cell_sums_kernel(
     parents = first_row + tl.arange(0, PARENTS)
     rows = tl.arange(0, KEYS)
     columns = tl.arange(0, SIZES.PADDED_DIM)
-    # (KEYS, DP) Offsets in a tile fit 32 bits; the tile's own is a scalar.
+    # (KEYS, DP) Offsets within a tile fit 32 bits; the tile's offset is a scalar.
     offsets = rows[:, None] * stride.to(tl.int32) + columns[None, :]
     sums = tl.zeros([PARENTS, SIZES.PADDED_DIM], tl.float32)
     counts = tl.zeros([PARENTS], tl.int32)
@@ -199,7 +199,7 @@ def cell_means_kernel(
     SIZES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the mean key of ROWS parents of one head, or the parent if it has no keys.
+    """Write the mean keys of ROWS parents of one head; a parent without keys is kept.
 
     updated: (B, H, M0, D), dtype of the keys.
     """
