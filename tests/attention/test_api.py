@@ -381,5 +381,5 @@ def test_a_trace_keeps_its_order_of_queries():
 
     traced = torch.jit.trace(attend, (QUERY, KEY, VALUE))
     assert torch.equal(traced(2 * QUERY, KEY, VALUE), attend(2 * QUERY, KEY, VALUE))
-    with pytest.raises(RuntimeError, match="made with: expected 50, but got 60"):
+    with pytest.raises(RuntimeError, match="traced with: expected 50, but got 60"):
         traced(torch.cat([QUERY, QUERY[:, :, :10]], dim=2), KEY, VALUE)
