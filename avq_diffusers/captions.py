@@ -1,4 +1,4 @@
-"""Files of captions or prompts: UTF-8 text with one per line, or a JSON list of strings."""
+"""Caption and prompt files: UTF-8 text with one per line, or a JSON list of strings."""
 
 import codecs
 import json
@@ -6,21 +6,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Editors write a byte-order mark at the beginning; concatenated files have several.
+# Editors write a byte-order mark at the start; concatenated files contain several.
 MARK = re.compile("^\ufeff", re.MULTILINE)
-# No text in UTF-8, but JSON can spell it.
+# Not valid in UTF-8, but JSON can escape it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 TABLES = (".csv", ".jsonl", ".tsv")
 
 
 def read_caption_list(path: Path) -> list[str]:
-    """Read the captions of a text file or of a .json file, without blanks at both ends.
+    """Read the captions of a text or .json file, stripped of surrounding whitespace.
 
     A blank line is an empty caption.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not UTF-8, a table, or JSON that is not a list of strings.
+        ValueError: it is a table, not UTF-8, or JSON other than a list of strings.
     """
     if is_json(path):
         captions = read_json(path)
@@ -36,17 +36,17 @@ def read_caption_list(path: Path) -> list[str]:
         raise ValueError(
             f"{path} is a table; write its captions to a .txt file, one per line, or a JSON list."
         )
-    # Not splitlines, which also ends a line where a caption holds a rarer separator.
+    # Not splitlines, which also splits at rarer separators inside a caption.
     return [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
 
 
 def is_json(path: Path) -> bool:
-    """Return whether a file is JSON by its name."""
+    """Whether a file is JSON, by its name."""
     return path.suffix.lower() == ".json"
 
 
 def read_text(path: Path) -> str:
-    """Read a file as `decode_text` does.
+    """Read a file and `decode_text` it.
 
     Raises:
         OSError: the file cannot be read.
@@ -56,7 +56,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file as `decode_json` does.
+    """Read a file and `decode_json` it.
 
     Raises:
         OSError: the file cannot be read.
@@ -79,7 +79,7 @@ def decode_json(content: bytes, name: str) -> Any:
 
 
 def decode_text(content: bytes, name: str) -> str:
-    """Decode UTF-8 without byte-order marks, with line feeds for all ends of lines.
+    """Decode UTF-8, without byte-order marks and with all line ends as line feeds.
 
     Raises:
         ValueError: it is not UTF-8; the message starts with `name`.
@@ -98,7 +98,7 @@ def decode_text(content: bytes, name: str) -> str:
 
 
 def checked_caption(value: Any, name: str) -> str:
-    """Return a caption that was read from JSON.
+    """Return a caption read from JSON.
 
     Raises:
         ValueError: it is not text; the message starts with `name`.
@@ -106,12 +106,12 @@ def checked_caption(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, but is {_kind(value)}.")
     if SURROGATE.search(value):
-        raise ValueError(f"{name} holds half of a surrogate pair.")
+        raise ValueError(f"{name} contains half of a surrogate pair.")
     return value
 
 
 def _kind(value: Any) -> str:
-    """Name a value in JSON's words."""
+    """Name a value's type in JSON terms."""
     for kind, name in ((dict, "an object"), (list, "a list"), (str, "a string")):
         if isinstance(value, kind):
             return name

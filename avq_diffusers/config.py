@@ -9,8 +9,8 @@ QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
 LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
-MOST_CODEWORDS_PER_KEY = 16  # of own codewords: most would be no key's, and fill the memory
-# Numbers of at most 18 digits: `int` refuses some thousands.
+MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and fill memory
+# Numbers of at most 18 digits: `int` refuses thousands of them.
 _CONFIGURATION = re.compile(
     r"M(\d{1,18})(?:P(\d{1,18})C(\d{1,18}))?(?:E(\d{1,18}))?", re.ASCII | re.IGNORECASE
 )
@@ -19,7 +19,7 @@ PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of AVQ in a call; `str()` is the configuration string."""
+    """AVQ's sizes in a call; `str()` is the configuration string."""
 
     num_parents: int
     num_refined: int
@@ -31,43 +31,44 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """M0 + P C + E, the most codewords and keys that a query meets."""
+        """M0 + P C + E, the most codewords and keys that a query attends to."""
         return self.num_parents + self.num_refined * self.num_children + self.exact_keys
 
     @property
     def least_keys(self) -> int:
-        """The fewest keys that these sizes may take their codewords from."""
+        """The fewest keys that these sizes can take codewords from."""
         return least_keys(self.num_parents, self.num_children)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AVQConfig:
-    """Configuration of AVQ attention, printed as in the paper: `M64P16C8`, or `M64P16C8E256`.
+    """Configuration of AVQ attention, printed as in the paper: `M64P16C8` or `M64P16C8E256`.
 
     Args:
         num_parents: parent codewords per head, M0.
         num_children: children per parent; 0 is flat VQ-attention.
         num_refined: parents refined per query tile, the paper's P; at most `num_parents`.
-        query_tile: consecutive queries (in `query_order`) that share one choice of parents.
-        query_order: `"gilbert"`, `"raster"` or `"random"` order of the tokens of the grid.
+        query_tile: number of consecutive queries (in `query_order`) that share one choice of
+            parents.
+        query_order: `"gilbert"`, `"raster"` or `"random"` order of the grid's tokens.
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
             of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them.
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form.
-        num_updates: Lloyd updates of the parents by the keys of each call, at most 100.
-        exact_keys: most keys that a query tile meets as themselves, those of the leaves where it
-            gains most; as many as there are tokens is exact attention.
-        key_norm: normalize keys with a learnable LayerNorm before they are quantized.
+        num_updates: Lloyd updates of the parents on the keys of each call, at most 100.
+        exact_keys: most keys per query tile that attend as themselves, from the leaves where the
+            tile gains most; as many as there are tokens is exact attention.
+        key_norm: normalize keys with a learnable LayerNorm before quantizing them.
         overrides: other values of `num_parents`, `num_children`, `num_refined` or `exact_keys`. A
             key is a level such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`.
-            Names win over levels, and longer names over shorter ones. The mapping is copied.
-            `apply_avq` refuses a key that matches no layer.
+            Names take precedence over levels, and longer names over shorter ones. The mapping is
+            copied. `apply_avq` refuses a key that matches no layer.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: a field has a value outside its range, or an override names another field.
+        ValueError: a field is out of range, or an override names another field.
     """
 
     num_parents: int = 64
@@ -122,7 +123,7 @@ class AVQConfig:
         if not isinstance(self.exact, list | tuple) or not all(
             isinstance(name, str) for name in self.exact
         ):
-            raise TypeError(f"exact must be a tuple of names of layers, but got {self.exact!r}.")
+            raise TypeError(f"exact must be a tuple of layer names, but got {self.exact!r}.")
         object.__setattr__(self, "exact", tuple(self.exact))
         if not isinstance(self.overrides, Mapping):
             raise TypeError(f"overrides must be a mapping, but got {self.overrides!r}.")
@@ -151,7 +152,7 @@ class AVQConfig:
 
     @property
     def attention_arguments(self) -> dict[str, Any]:
-        """Arguments of `avq_attention` that a configuration decides; the order needs a grid."""
+        """The arguments of `avq_attention` that a configuration sets; the order needs a grid."""
         names = (*PER_LAYER_FIELDS, "codewords", "num_updates", "query_tile")
         return {name: getattr(self, name) for name in names}
 
@@ -162,20 +163,20 @@ class AVQConfig:
 
     @property
     def most_refined(self) -> int:
-        """Largest valid `num_refined`: all parents, or 0 for flat VQ-attention."""
+        """The largest valid `num_refined`: all parents, or 0 for flat VQ-attention."""
         return self.num_parents if self.num_children else 0
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64P16C8"` (AVQ) or `"M256"` (flat VQ), each also with exact keys: `"M256E64"`.
+        """Parse `"M64P16C8"` (AVQ) or `"M256"` (flat VQ), also with exact keys: `"M256E64"`.
 
         Args:
             text: the configuration string.
-            **other_fields: for the constructor.
+            **other_fields: passed to the constructor.
 
         Raises:
             TypeError: `text` is not a string.
-            ValueError: `text` has another form.
+            ValueError: `text` is malformed.
         """
         if not isinstance(text, str):
             raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
@@ -198,7 +199,7 @@ class AVQConfig:
         Raises:
             ValueError: a key is not a field.
         """
-        # Files from before tiled importance left the operation say that there is none.
+        # Older files still say that there is no tiled importance.
         values = {name: x for name, x in values.items() if (name, x) != ("importance_tile", None)}
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
@@ -220,13 +221,13 @@ class AVQConfig:
 def configuration_string(
     num_parents: int, num_refined: int | str, num_children: int, exact_keys: int
 ) -> str:
-    """The paper's notation, `M64P16C8`, with `E256` where there are exact keys."""
+    """The paper's notation, `M64P16C8`, with `E256` for exact keys."""
     exact = f"E{exact_keys}" if exact_keys else ""
     return f"M{num_parents}P{num_refined}C{num_children}{exact}"
 
 
 def least_keys(num_parents: int, num_children: int) -> int:
-    """The fewest keys of a call that so many codewords may be taken from."""
+    """The fewest keys of a call that this many codewords can be taken from."""
     return -(-num_parents * (1 + num_children) // MOST_CODEWORDS_PER_KEY)
 
 

@@ -42,7 +42,7 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
             yield temporary
             temporary.replace(path)
     finally:
-        with suppress(OSError):  # it is no longer there, or the disk fails again
+        with suppress(OSError):  # already gone, or the disk fails again
             temporary.unlink()
 
 
@@ -50,18 +50,18 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
 def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
     """Yield a temporary folder and move its files into `folder` if the block succeeds.
 
-    Other processes may save into `folder` at the same time: each uses its own temporary folder, and
-    moves its files when no other does. A kill at any moment leaves the old files, the new files, or
-    a folder without `last`. The first save a day later deletes the temporary folder that a killed
-    process left behind.
+    Other processes may save to `folder` at the same time: each uses its own temporary folder, and
+    they move their files in turn. A process killed at any moment leaves the old files, the new
+    files, or a folder without `last`. The first save a day later deletes a killed process's
+    temporary folder.
 
     Args:
-        folder: created if missing. Files of other names stay.
+        folder: created if missing. Files with other names stay.
         last: name of the file that makes the others valid.
         subject: what the error message says could not be written.
 
     Raises:
-        OSError: the block failed to write, or another process saves there and does not end. The
+        OSError: the block failed to write, or another process does not stop saving there. The
             message says whether the previous files are intact.
     """
     temporary = folder / f"{TEMPORARY}{secrets.token_hex(4)}"
@@ -70,10 +70,10 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         _remove_leftovers(folder)
         yield temporary
-        with locked(folder, LOCK_SECONDS, "another process saves there, and does not end"):
+        with locked(folder, LOCK_SECONDS, "another process does not stop saving there"):
             written = sorted(temporary.iterdir(), key=lambda path: path.name == last)
             (folder / last).unlink(missing_ok=True)
-            outcome = "what was there may be lost: save again"
+            outcome = "what was there may be lost; save again"
             for path in written:
                 path.replace(folder / path.name)
     except (OSError, SafetensorError) as error:
@@ -85,7 +85,7 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete the temporary folders of killed processes: those too old to be still in use."""
+    """Delete temporary folders of killed processes: those too old to still be in use."""
     for path in folder.glob(f"{TEMPORARY}*/"):
         with suppress(FileNotFoundError):  # another process was faster
             if time.time() - path.stat().st_mtime > LONGEST_SAVE:
@@ -99,7 +99,7 @@ def locked(folder: Path, seconds: float, message: str) -> Iterator[None]:
     Args:
         folder: created if missing.
         seconds: time to wait for another process.
-        message: of the error if another process keeps the folder.
+        message: error message if another process keeps the folder.
 
     Raises:
         OSError: another process keeps the folder, or it is not writable.
@@ -133,7 +133,7 @@ def sha256(path: Path) -> str | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in errors of a disk that is full or not writable.
+    """Name the file in errors from a full or read-only disk.
 
     Raises:
         OSError: the block raised an OSError or an error of safetensors.

@@ -1,4 +1,4 @@
-"""Images: read from files, compared by PSNR and difference, and laid out on sheets side by side."""
+"""Images: reading files, PSNR and difference, and sheets of images side by side."""
 
 import struct
 import zlib
@@ -30,10 +30,10 @@ DIFFERENCE_GAIN = 4
 
 
 def read_upright(file: str | Path | BinaryIO) -> Image.Image:
-    """Read an image in its stored mode, turned as its EXIF orientation says.
+    """Read an image in its stored mode, rotated by its EXIF orientation.
 
     Raises:
-        UNREADABLE: the file is damaged or is no image.
+        UNREADABLE: the file is damaged or not an image.
     """
     with Image.open(file) as image:
         upright = ImageOps.exif_transpose(image)
@@ -45,7 +45,7 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
     """Read an image upright and in RGB, with transparent pixels on white.
 
     Raises:
-        UNREADABLE: the file is damaged, is no image, or stores numbers without a known maximum.
+        UNREADABLE: the file is damaged, not an image, or stores values without a known maximum.
     """
     image = read_upright(file)
     # `convert` would clip 16-bit values at 255.
@@ -60,9 +60,9 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
 
 
 def psnr(image: Image.Image, reference: Image.Image) -> float:
-    """Return the peak signal-to-noise ratio in dB of an image to another of its size.
+    """Return the peak signal-to-noise ratio in dB between two images of one size.
 
-    It is infinite for equal images.
+    Infinite for equal images.
     """
     error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
     mean_square = (error**2).mean()
@@ -87,7 +87,7 @@ def image_sheet(
         rows: rows of len(column_titles) RGB images, all of one size.
         column_titles: one line above each column.
         row_titles: one line above each row, line breaks removed; may be empty.
-        table: cells of a table below the images, its rows of one length.
+        table: cells of a table below the images, all rows equally long.
 
     Returns:
         RGB image.

@@ -25,7 +25,7 @@ Dilated = Annotated[
     bool,
     typer.Option(
         "--scalecrafter/--no-scalecrafter",
-        help="Dilate convolutions, for images larger than those the model was trained on.",
+        help="Dilate convolutions, for images larger than the model was trained on.",
     ),
 ]
 
@@ -57,7 +57,7 @@ def check_positive(option: str, value: float) -> None:
 
 
 def read_prompts(option: str, path: Path) -> list[str]:
-    """Read the prompts of a file as `read_caption_list` does, without empty ones.
+    """Read the prompts of a file like `read_caption_list`, without empty ones.
 
     Raises:
         ValueError: the file cannot be read or holds no prompt; the message names `option`.
@@ -88,9 +88,9 @@ def device_of(name: str) -> "torch.device":
 
 
 def restore_threads() -> None:
-    """Let PyTorch, not imported yet, use all cores where `accelerate launch` left it one.
+    """Let PyTorch, not yet imported, use all cores where `accelerate launch` restricts it to one.
 
-    The launcher sets OMP_NUM_THREADS to 1 even for the only process of a machine.
+    The launcher sets OMP_NUM_THREADS to 1 even for a machine's only process.
     """
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
     if launched and os.environ.get("OMP_NUM_THREADS") == "1":
@@ -98,7 +98,7 @@ def restore_threads() -> None:
 
 
 def hide_torchvision_notes() -> None:
-    """Hide that image processors, which diffusers imports, take PIL without torchvision."""
+    """Hide notes that image processors imported by diffusers fall back to PIL, not torchvision."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return "requires torchvision" not in record.getMessage()
@@ -107,26 +107,26 @@ def hide_torchvision_notes() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, for a message of one line."""
+    """Return the first line of a library's error, for a one-line message."""
     return str(error).strip().splitlines()[0]
 
 
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:
-    """Callback of a number option: refuse infinity and NaN."""
+    """Callback for a number option: refuse infinity and NaN."""
     if value is not None and not math.isfinite(value):
         raise ValueError(f"{option.opts[0]} must be finite, but got {value}.")
     return value
 
 
 def not_empty(text: str) -> str:
-    """Callback of a prompt."""
+    """Callback for a prompt."""
     if not text.strip():
         raise ValueError("the prompt is empty; say what the image shows.")
     return text
 
 
 def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
-    """Make the callback of an option for the height or width of images."""
+    """Make the callback for an option that sets the height or width of images."""
 
     def check(option: typer.CallbackParam, side: int | None) -> int | None:
         if side is not None and (side < unit or side % unit):
@@ -137,13 +137,13 @@ def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | 
 
 
 def folder_to_write(option: typer.CallbackParam, path: Path) -> Path:
-    """Callback of an option for an output folder, whether it exists or not."""
+    """Callback for an output folder, whether it exists or not."""
     check_writable(option.opts[0], path)
     return path
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Refuse an output folder before the work starts; errors name `option`."""
+    """Refuse an output folder before work starts; errors name `option`."""
     place = folder.absolute()
     present = next(path for path in (place, *place.parents) if path.exists())
     if not present.is_dir():

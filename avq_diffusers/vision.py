@@ -1,4 +1,4 @@
-"""Aliases of the verbs, for programs that took them from here before they served all models."""
+"""Aliases of the verbs, for programs that imported them from here before they served all models."""
 
 from avq_diffusers.hosts.measurement import measure_error
 from avq_diffusers.hosts.models import select_layers

@@ -53,7 +53,11 @@ def test_empty_lines_are_empty_captions_and_no_prompts(tmp_path):
         ("a.json", b'"a"', "must hold a JSON list of strings, but holds a string"),
         ("a.json", b'["a", null, 3]', r"caption 2 of .*a\.json must be text, but is null"),
         ("a.json", b'["a", ["b", "c"]]', r"caption 2 of .*a\.json must be text, but is a list"),
-        ("a.json", rb'["a", "\ud800"]', r"caption 2 of .*a\.json holds half of a surrogate pair"),
+        (
+            "a.json",
+            rb'["a", "\ud800"]',
+            r"caption 2 of .*a\.json contains half of a surrogate pair",
+        ),
         ("a.jsonl", b'{"caption": "a"}', r"a\.jsonl is a table; write its captions to a \.txt"),
         ("a.CSV", b"file_name,caption", r"a\.CSV is a table"),
     ],

@@ -101,9 +101,9 @@ def test_parse_rejects_other_forms(text):
         (
             {"exact": "up_blocks.1"},
             TypeError,
-            "exact must be a tuple of names of layers, but got 'up_blocks.1'.",
+            "exact must be a tuple of layer names, but got 'up_blocks.1'.",
         ),
-        ({"exact": (1,)}, TypeError, "exact must be a tuple of names of layers, but got (1,)."),
+        ({"exact": (1,)}, TypeError, "exact must be a tuple of layer names, but got (1,)."),
         ({"key_norm": "no"}, TypeError, "key_norm must be a bool, but got 'no'."),
         ({"overrides": None}, TypeError, "overrides must be a mapping, but got None."),
         (

@@ -159,7 +159,7 @@ def test_a_move_that_fails_does_not_call_the_old_files_intact(folder, monkeypatc
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", fail_later)
-    message = rf"things could not be written to {folder} .*5\].*; what was there may be lost: save"
+    message = rf"things could not be written to {folder} .*5\].*; what was there may be lost; save"
     with pytest.raises(OSError, match=message):
         save(folder, "new")
     weights = "new" if moved else "old"

@@ -1,4 +1,4 @@
-"""`avq bench`: speed against likeness for several numbers of refined parents, or tolerances."""
+"""`avq bench`: speed against PSNR for several numbers of refined parents, or tolerances."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
 HEADINGS = ("", "seconds", "speed", "PSNR dB", "cold step", "warm step")
-LEGEND = """seconds of an image, speed relative to exact attention, PSNR to its images,
-seconds of the first step (cold: it compiles) and of the next (warm)"""
+LEGEND = """seconds per image, speed relative to exact attention, PSNR to its images,
+seconds of the first step (cold: includes compilation) and of the next (warm)"""
 THUMBNAIL = 256
 
 
 class ChoiceResult(NamedTuple):
-    """One image per request by a choice, their median time and their median PSNR to exact ones.
+    """A choice's images, one per request, with their median time and median PSNR to exact ones.
 
     Attributes:
         psnr: in dB; infinite for equal images.
-        cold, warm: seconds of the first step of this choice, and of the next.
+        cold, warm: seconds of this choice's first step, and of the next.
     """
 
     label: str
@@ -57,7 +57,7 @@ def bench_model(
     tolerances: Sequence[float] | None,
     num_images: int,
 ) -> None:
-    """Print a table, plot it to `out`, and write the sheet of images beside it."""
+    """Print a table, plot it to `out`, and write a sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
@@ -82,8 +82,8 @@ def refined_choices(
 ) -> dict[str, Callable[[], Any]]:
     """Refine the same number of parents in all layers; layers with fewer refine all of theirs.
 
-    By default the numbers are none, a sixteenth, an eighth, a quarter, a half and all of the
-    parents. Returns what makes each choice, by its label.
+    Defaults to 0, 1/16, 1/8, 1/4, 1/2 and all of the parents. Returns label -> function that sets
+    the choice.
 
     Raises:
         ValueError: the pipeline has no AVQ layer, or none that can refine so many parents.
@@ -104,7 +104,7 @@ def tolerance_choices(
 ) -> dict[str, Callable[[], Any]]:
     """The sizes within each tolerance, measured on the request's image.
 
-    Returns what makes each choice, by its label; the first measures.
+    Returns label -> function that sets the choice; the first one to run measures.
     """
     arguments = {"route": "always", **measured_on(pipe, request)}
     return {
@@ -118,7 +118,7 @@ def run_choices(
     choices: Mapping[str, Callable[[], Any]],
     requests: Sequence[ImageRequest],
 ) -> Iterator[ChoiceResult]:
-    """Generate the images of exact attention, then of every choice; the pipeline keeps the last."""
+    """Generate images with exact attention, then with each choice; the last one stays set."""
 
     def result(label: str, exact: Sequence[Image.Image] | None = None) -> ChoiceResult:
         pipe.set_progress_bar_config(desc=label)
@@ -138,7 +138,7 @@ def run_choices(
 
 
 def bench_table(results: Sequence[ChoiceResult]) -> Table:
-    """Return the figures, a row per choice."""
+    """Return the table, one row per choice."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -164,9 +164,9 @@ def bench_sheet(results: Sequence[ChoiceResult], row_titles: Sequence[str]) -> I
 
 
 def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
-    """Plot PSNR to the exact images over seconds; exact attention is a vertical line.
+    """Plot PSNR to the exact images against seconds; exact attention is a vertical line.
 
-    Images equal to the exact ones have no finite PSNR and are left out.
+    Images equal to the exact ones have infinite PSNR and are left out.
 
     Raises:
         OSError: `path` cannot be written; what was there stays.

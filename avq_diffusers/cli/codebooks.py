@@ -17,7 +17,7 @@ from avq_diffusers.options import first_line
 
 
 def codeword_source(pipe: DiffusionPipeline, model: ModelRequest) -> AVQSource:
-    """The codebooks that a request names, or its configuration.
+    """A request's codebooks, or its configuration.
 
     Raises:
         ValueError: the codebooks cannot be loaded.
@@ -42,14 +42,14 @@ def load_codebooks(name: str) -> AVQCodebooks:
 def calibrate_model(
     pipe: DiffusionPipeline, model: ModelRequest, prompts: Sequence[str], **arguments: Any
 ) -> AVQCodebooks:
-    """Calibrate codebooks in the paper's form; further arguments go to `calibrate`."""
+    """Calibrate codebooks in the paper's form; other arguments go to `calibrate`."""
     config, guidance_scale = _config_for(pipe, model), usual_guidance(pipe)
     config = replace(config, codewords="stored")
     return calibrate(pipe, prompts, config, guidance_scale=guidance_scale, **arguments)
 
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
-    """The request's configuration; what it leaves open is as in `apply_avq`."""
+    """The request's configuration, with `apply_avq`'s defaults for what it leaves open."""
     hosted = main_model(pipe)
     usual = hosted.host.default_config(hosted.model)
     levels = usual.levels if model.levels is None else model.levels

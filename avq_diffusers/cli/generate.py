@@ -1,4 +1,4 @@
-"""`avq generate`: an image with AVQ attention, beside the exact one."""
+"""`avq generate`: an image with AVQ attention, next to the exact one."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
-LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents, of which each tile
-of queries refines P into C children each, and E exact keys; calls: of the layer, one a step"""
-ALIKE, SIMILAR = 40, 30  # PSNR in dB from which on images look so
+LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents, of which each query
+tile refines P into C children each, and E exact keys; calls: per layer, one per step"""
+ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
 def generate_image(
@@ -30,7 +30,7 @@ def generate_image(
     num_refined: int | None,
     tolerance: float | None,
 ) -> None:
-    """Write the AVQ image to `out` and the sheet beside it, and print what each layer ran."""
+    """Write the AVQ image to `out` and a sheet beside it, and print what each layer ran."""
     pipe = load_pipeline(model.name, model.device)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
@@ -40,7 +40,7 @@ def generate_image(
     with dilation(pipe, request):
         if tolerance is not None:
             assert isinstance(source, AVQConfig)
-            print("measuring what the attention of each layer does to the output")
+            print("measuring how each layer's attention affects the output")
             arguments = measured_on(pipe, request)
             apply_avq(pipe, source, tolerance=tolerance, route="always", **arguments)
         print("with AVQ attention")
@@ -66,17 +66,18 @@ def generate_image(
     closer = f"--tolerance {0.02 if tolerance is None else tolerance / 4:g}"
     print(outcome(avq, exact, closer if model.codebooks is None else "a larger --num-refined"))
     if tolerance is not None:
-        print("A tolerance is of the model's output (noise, velocity) in a step, not of the image.")
+        print("The tolerance is for the model's output (noise, velocity) per step, not the image.")
     print(f"image: {out}\nsheet: {sheet_path(out)}")
 
 
 def outcome(avq: TimedImage, exact: TimedImage, closer: str) -> str:
-    """Say which image was faster and how alike they are; `closer` makes them more alike."""
+    """Say which image was faster and how similar they are; `closer` is how to get more so."""
     gain, likeness = exact.seconds / avq.seconds, psnr(avq.image, exact.image)
     speed = (
         f"{gain:.2f} times as fast"
         if gain >= 1
-        else "slower on this device at this size. AVQ gains on larger images (--height, --width).\n"
+        else "slower on this device at this size. AVQ pays off on larger images (--height, "
+        "--width).\n"
         "apply_avq, unlike this command, runs exact attention where that is faster on a GPU"
     )
     look = "they look alike"

@@ -1,4 +1,4 @@
-"""Images generated and timed with a pipeline."""
+"""Generate and time images with a pipeline."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ from avq_diffusers.hosts.timesteps import are_training_timesteps
 from avq_diffusers.mini.loading import usual_guidance
 
 ERROR_STEPS = 6
-# For a negative prompt with models such as Flux, whose guidance is distilled.
+# Needed for a negative prompt with guidance-distilled models such as Flux.
 TRUE_GUIDANCE_SCALE = 4.0
-USUAL_LATENT_SIZE = 128  # of transformers whose pipelines name none
+USUAL_LATENT_SIZE = 128  # for transformers whose pipelines name none
 
 
 class TimedImage(NamedTuple):
@@ -38,19 +38,19 @@ def training_size(pipe: DiffusionPipeline) -> int:
 
 
 def largest_side(pipe: DiffusionPipeline) -> int | None:
-    """Return the most pixels of a side that the position embedding has; None without a limit."""
+    """Return the largest side in pixels that the position embedding allows; None if unlimited."""
     config: Any = None if has_unet(pipe) else getattr(pipe.transformer, "config", None)
     most = getattr(config, "pos_embed_max_size", None)
     return None if most is None else most * config.patch_size * pipe.vae_scale_factor
 
 
 def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
-    """Fill in the model's size and guidance scale; refuse what the pipeline would refuse too late.
+    """Fill in the model's size and guidance scale; refuse early what the pipeline refuses late.
 
     Raises:
-        ValueError: there are too many steps, ScaleCrafter has no settings for the size or no UNet,
-            the image is larger than the model's position embedding, or the model takes no negative
-            prompt or runs without the guidance that it acts by.
+        ValueError: too many steps, no ScaleCrafter settings for the size or no UNet, an image
+            larger than the position embedding, or a negative prompt for a model that takes none or
+            runs without guidance.
     """
     side = training_size(pipe)
     height, width = request.height or side, request.width or side
@@ -60,7 +60,7 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
             f"--steps must be at most the model's {most} timesteps, but got {request.steps}."
         )
     if request.scalecrafter and not has_unet(pipe):
-        raise ValueError("--scalecrafter dilates the convolutions of a UNet; this model has none.")
+        raise ValueError("--scalecrafter dilates a UNet's convolutions; this model has no UNet.")
     if request.scalecrafter:
         usual_scalecrafter(pipe, height, width)
     most_pixels = largest_side(pipe)
@@ -75,7 +75,7 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
             raise ValueError(f"--negative-prompt: {type(pipe).__name__} takes none.")
         if "true_cfg_scale" not in _parameters(pipe) and scale <= 1:
             raise ValueError(
-                f"--negative-prompt acts by guidance only: pass a --guidance-scale above 1, not "
+                f"--negative-prompt only works with guidance: pass a --guidance-scale above 1, not "
                 f"{scale:g}."
             )
     return replace(request, height=height, width=width, guidance_scale=scale)
@@ -93,10 +93,10 @@ def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextM
 def timed_image(
     pipe: DiffusionPipeline, request: ImageRequest, after_step: Callable[..., Any] | None = None
 ) -> TimedImage:
-    """Generate an image and time it, for a request of `fit_request` with its ScaleCrafter running.
+    """Generate an image and time it, for a request from `fit_request` inside its `dilation`.
 
-    On a GPU, a run of one step comes first. It compiles and loads the kernels. `after_step` is the
-    pipeline's `callback_on_step_end`.
+    On a GPU, a one-step run first compiles and loads the kernels. `after_step` is the pipeline's
+    `callback_on_step_end`.
     """
     arguments = _call_arguments(pipe, request)
     if after_step is not None:
@@ -110,7 +110,7 @@ def timed_image(
 
 
 def first_step(pipe: DiffusionPipeline, request: ImageRequest) -> float:
-    """Run one step without decoding it; return its seconds, which include any compilation."""
+    """Run one step without decoding; return its seconds, including any compilation."""
     start = time.perf_counter()
     only = {"num_inference_steps": 1, "output_type": "latent"}
     pipe(**{**_call_arguments(pipe, request), **only})

@@ -1,4 +1,4 @@
-"""`avq info`: what a bug report needs to know."""
+"""`avq info`: the environment, for a bug report."""
 
 import platform
 import shutil
@@ -17,7 +17,7 @@ PACKAGES = ("avq-diffusers", "torch", "triton", "diffusers", "transformers", "ac
 
 
 def print_info() -> None:
-    """Print versions, GPU, backends and cache folders, one fact a line."""
+    """Print versions, GPU, backends and cache folders, one per line."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     lines = {
@@ -47,7 +47,7 @@ def _version(package: str) -> str:
 
 def _described(device: torch.device) -> str:
     if device.type != "cuda":
-        return f"no GPU that PyTorch sees; CPU threads: {torch.get_num_threads()}"
+        return f"PyTorch sees no GPU; CPU threads: {torch.get_num_threads()}"
     major, minor = torch.cuda.get_device_capability(device)
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     return (

@@ -14,16 +14,16 @@ METRICS = ("quantization_error", "capture", "active_ratio")
 
 
 def print_codebooks(codebooks: AVQCodebooks) -> None:
-    """Print sizes, spread of the codewords and metrics of calibration or training, by layer."""
+    """Print sizes, codeword spread and metrics of calibration or training, by layer."""
     metrics = _metrics(codebooks)
-    suffix = ".transformer_blocks.0.attn1"  # of the names of all layers
+    suffix = ".transformer_blocks.0.attn1"  # common to all layer names
     if not all(name.endswith(suffix) for name in codebooks.layer_specs):
         suffix = ".attn1"
     kind = "own codewords" if codebooks.own_codewords else "codebooks"
     table = Table(
         title=f"{codebooks.avq_config} {kind} of {codebooks.config['base_model']}",
-        caption="spread: children about their parent; error: of quantization, in key variances;\n"
-        "capture: attention on refined parents; active: share of codewords in use",
+        caption="spread: of children around their parent; error: quantization, in key variances;\n"
+        "capture: share of attention on refined parents; active: share of codewords in use",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -39,7 +39,7 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
             "-" if codebook is None else f"{_child_spread(codebook):.3f}",
             *(f"{measured[key]:.3f}" if key in measured else "-" for key in METRICS),
         )
-    # rich cuts off what does not fit; a narrow terminal wraps it.
+    # rich truncates what does not fit; a narrow terminal wraps it.
     console = Console()
     console.width = max(console.width, REPORT_WIDTH)
     console.print(table)
@@ -55,7 +55,7 @@ def _metrics(codebooks: AVQCodebooks) -> dict[str, Mapping[str, float]]:
 
 
 def _child_spread(codebook: Codebook) -> float:
-    """Root mean square distance of children to their parent, over that of parents to their mean."""
+    """RMS distance of children to their parent, divided by that of parents to their mean."""
     if codebook.children.shape[2] == 0:
         return 0.0
     children = (codebook.children - codebook.parents[:, :, None]).square().sum(-1).mean()

@@ -1,4 +1,4 @@
-"""Text-to-image pipelines by name: a folder, a Hub id, or a file with all weights."""
+"""Load text-to-image pipelines by name: a folder, a Hub id, or a single file with all weights."""
 
 from contextlib import suppress
 from functools import partial
@@ -16,18 +16,18 @@ from avq_diffusers.options import device_of, first_line
 
 
 def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
-    """Load a text-to-image pipeline, in half precision on an NVIDIA GPU and else in float32.
+    """Load a text-to-image pipeline, in half precision on an NVIDIA GPU, else in float32.
 
     Half precision is float16 for UNets and bfloat16 for transformers, whose values are larger.
 
     Args:
         model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
-            the layout of the first release, as fine-tunes are shared. The configuration of a file
-            comes from the Hub.
-        device: cuda, mps or cpu; None takes the fastest present.
+            the original layout, as used for sharing fine-tunes. A file's configuration comes from
+            the Hub.
+        device: cuda, mps or cpu; None takes the fastest available.
 
     Raises:
-        ValueError: the device cannot be used. Or the model cannot be loaded, has no single training
+        ValueError: the device is unavailable, or the model cannot be loaded, has no single training
             size, or needs more than a prompt.
     """
     if device is None:
@@ -46,11 +46,11 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"--model {model} could not be loaded: {first_line(error)}") from error
     if getattr(pipe, "vae", None) is None:
-        raise ValueError(f"--model {model} has no VAE, as Stable Diffusion has.")
+        raise ValueError(f"--model {model} has no VAE, unlike Stable Diffusion.")
     if getattr(pipe, "text_encoder", None) is None:
         raise ValueError(
-            f"--model {model} has no text_encoder, like SDXL's refiner; name a model that makes "
-            f"images from a prompt alone."
+            f"--model {model} has no text_encoder, like SDXL's refiner; name a model that "
+            f"generates images from a prompt alone."
         )
     if has_unet(pipe):
         _check_unet(pipe, model)
@@ -83,13 +83,13 @@ def _folder(model: str, is_half: bool) -> DiffusionPipeline:
     dtype = torch.float32
     if is_half:
         dtype = torch.bfloat16 if "transformer" in parts else torch.float16
-    # diffusers wants to be told that optional parts, such as SD3's T5, are not there.
+    # diffusers must be told which optional parts, such as SD3's T5, are missing.
     absent = {name: None for name, part in parts.items() if part == [None, None]}
     load = partial(AutoPipelineForText2Image.from_pretrained, model, dtype=dtype, **absent)
     try:
         return load()
     except (OSError, ValueError):
-        # Many models come with files of half precision only, such as model.fp16.safetensors.
+        # Many models only ship half-precision files, such as model.fp16.safetensors.
         with suppress(OSError, ValueError):
             return load(variant="fp16")
         raise
@@ -104,11 +104,11 @@ def _single_file_class(path: str) -> type[DiffusionPipeline]:
     from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
     if Path(path).suffix != ".safetensors":
-        raise ValueError("weights are read from .safetensors files only.")
+        raise ValueError("weights are only read from .safetensors files.")
     with safe_open(path, "pt") as file:
         names = set(file.keys())
     if "model.diffusion_model.input_blocks.0.0.weight" not in names:
         raise ValueError("it is not a complete Stable Diffusion model.")
-    # SDXL's two text encoders have this name.
+    # SDXL's two text encoders are stored under this name.
     is_xl = any(name.startswith("conditioner.embedders.") for name in names)
     return StableDiffusionXLPipeline if is_xl else StableDiffusionPipeline

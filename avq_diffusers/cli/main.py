@@ -1,7 +1,7 @@
 """The `avq` command: generate, bench, app, calibrate, inspect, info.
 
-This module reads and checks options. The code of a command is imported when it runs, so that help
-and refused options do not wait for PyTorch.
+This module reads and checks options. A command's code is imported when it runs, so that help and
+refused options do not wait for PyTorch.
 """
 
 import sys
@@ -38,51 +38,51 @@ Model = Annotated[
     str,
     typer.Option(
         callback=model_path,
-        help="Folder, .safetensors file or Hub id of a text-to-image model, or mini-sd or "
-        "mini-sd3, the embedded ones.",
+        help="Folder, .safetensors file or Hub id of a text-to-image model, or one of the embedded "
+        "models, mini-sd and mini-sd3.",
     ),
 ]
 UNetModel = Annotated[
     str,
     typer.Option(
         callback=model_path,
-        help="Folder, .safetensors file or Hub id of a Stable Diffusion model with a UNet, or "
-        "mini-sd, the embedded one; transformers have no codebooks.",
+        help="Folder, .safetensors file or Hub id of a Stable Diffusion model with a UNet, or the "
+        "embedded mini-sd; transformers have no codebooks.",
     ),
 ]
 Codebooks = Annotated[
     str | None,
     typer.Option(
-        help="Folder or Hub id of codebooks of a UNet, which have their own sizes: not with "
-        "--config, --levels, --exact and tolerances. By default, codewords are keys of the image."
+        help="Folder or Hub id of codebooks for a UNet. They bring their own sizes: not with "
+        "--config, --levels, --exact or tolerances. By default, codewords are keys of the image."
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cuda, mps or cpu; by default the fastest present.")
+    str | None, typer.Option(help="cuda, mps or cpu; by default the fastest available.")
 ]
 Config = Annotated[
     str | None,
     typer.Option(
-        help="Sizes: M64P16C8 has 64 parents, of which every query tile refines 16 into 8 children "
-        "each; M64P16C8E256 adds 256 exact keys. By default those of apply_avq."
+        help="Sizes: M64P16C8 has 64 parents, of which each query tile refines 16 into 8 children "
+        "each; M64P16C8E256 adds 256 exact keys. By default as in apply_avq."
     ),
 ]
 Levels = Annotated[
     str | None,
     typer.Option(
-        help="UNet levels with AVQ, as 0,1 (0 is the highest resolution, and all of a "
-        "transformer); by default the highest that has self-attention."
+        help="UNet levels with AVQ, such as 0,1 (0 is the highest resolution, and all of a "
+        "transformer); by default the highest resolution with self-attention."
     ),
 ]
 Exact = Annotated[
     str | None,
     typer.Option(
-        help="Layers or modules at these levels, comma-separated, that keep exact attention."
+        help="Comma-separated layers or modules at these levels that keep exact attention."
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(callback=not_empty, help="What the image shows.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What it should not show.")]
 Side = Annotated[int | None, typer.Option(callback=multiple_of(8), help="Pixels, a multiple of 8.")]
 GuidanceScale = Annotated[
     float | None,
@@ -126,19 +126,19 @@ def generate(
     num_refined: Annotated[
         int | None,
         typer.Option(
-            help="Parents refined per query tile, in place of those of --config or --codebooks; "
-            "not with --tolerance."
+            help="Parents refined per query tile, overriding --config or --codebooks; not with "
+            "--tolerance."
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Run the fastest sizes with which the model's output (noise, velocity) in a step "
-            "is within this of exact attention's, such as 0.02; measured on this prompt first."
+            help="Run the fastest sizes that keep the model's output (noise, velocity) per step "
+            "within this relative error, such as 0.02; measured on this prompt first."
         ),
     ] = None,
     device: Device = None,
-    out: Annotated[Path, typer.Option(help="The AVQ image; the sheet lies beside it.")] = Path(
+    out: Annotated[Path, typer.Option(help="The AVQ image; the sheet goes beside it.")] = Path(
         "avq.png"
     ),
 ) -> None:
@@ -183,27 +183,27 @@ def bench(
     refined: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of refined parents, as 0,4,16, at most those of --config; by default "
-            "from none to all."
+            help="Numbers of refined parents, such as 0,4,16, at most the parents of --config; by "
+            "default from none to all."
         ),
     ] = None,
     tolerances: Annotated[
         str | None,
         typer.Option(
-            help="In their place, errors of the model's output in a step, as 0.01,0.02,0.05; not "
-            "with --codebooks."
+            help="Instead, relative errors of the model's output per step, such as 0.01,0.02,0.05; "
+            "not with --codebooks."
         ),
     ] = None,
     images: Annotated[
-        int, typer.Option(min=1, help="Images per choice; their medians are shown.")
+        int, typer.Option(min=1, help="Images per choice; the table shows medians.")
     ] = 1,
     device: Device = None,
     out: Annotated[
-        Path, typer.Option(help="The plot of speed and likeness; the sheet lies beside it.")
+        Path, typer.Option(help="The plot of speed and PSNR; the sheet goes beside it.")
     ] = Path("avq_bench.png"),
 ) -> None:
-    """Time images with exact attention and with AVQ at several numbers of refined parents, or
-    within several tolerances.
+    """Time images with exact attention and with AVQ, at several numbers of refined parents or
+    tolerances.
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
@@ -277,14 +277,14 @@ def calibrate_command(
     exact: Exact = None,
     steps: Steps = 25,
     keys: Annotated[
-        int, typer.Option(min=1, help="Keys sampled in each layer, at least as many as parents.")
+        int, typer.Option(min=1, help="Keys sampled per layer, at least as many as parents.")
     ] = 32768,
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of noise, sample and k-means.")
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of noise, sampling and k-means.")
     ] = 0,
     device: Device = None,
 ) -> None:
-    """Fit codebooks to a model by running a few prompts; no training.
+    """Fit codebooks to a model by running a few prompts, without training.
 
     Example: avq calibrate --model my-model --prompts prompts.txt --out my-codebooks
     """
@@ -309,7 +309,7 @@ def inspect(
         typer.Argument(help="Folder or Hub id of codebooks.", show_default="mini-sd's own"),
     ] = MINI_CODEBOOKS,
 ) -> None:
-    """Print a report on codebooks: sizes and metrics of every layer.
+    """Print the sizes and metrics of every layer of codebooks.
 
     Example: avq inspect my-codebooks
     """
@@ -328,7 +328,7 @@ def info() -> None:
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one sentence and exit code 2."""
+    """Run the command; a user error prints one sentence and exits with code 2."""
     hide_torchvision_notes()
     try:
         app()
@@ -341,8 +341,7 @@ def main() -> None:
         if not lacks_memory(error):
             raise
         print(
-            "avq: the memory is too small for this size; try a smaller one, or --device cpu on a "
-            "GPU.",
+            "avq: out of memory at this size; try a smaller one, or --device cpu on a GPU.",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -9,12 +9,12 @@ from avq_diffusers.options import check_writable
 
 
 def sheet_path(out: Path) -> Path:
-    """Return where the sheet of `--out` goes: beside it."""
+    """Return the path of `--out`'s sheet, beside it."""
     return out.parent / f"{out.stem}_sheet{out.suffix}"
 
 
 def check_image_path(path: Path, *others: Path) -> None:
-    """Refuse a bad `--out` before the work starts; `others` are written beside `path`."""
+    """Refuse a bad `--out` before work starts; `others` are written beside `path`."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--out must end in .png, but got {str(path)!r}.")
     for file in (path, *others):
@@ -34,10 +34,10 @@ def check_image_path(path: Path, *others: Path) -> None:
 
 
 def save_sheet(sheet: Image.Image, out: Path) -> None:
-    """Write the sheet of `out`, which is written already.
+    """Write the sheet of `out`, which has already been written.
 
     Raises:
-        OSError: the disk is full or not writable; the message says that `out` is there.
+        OSError: the disk is full or not writable; the message says that `out` is saved.
     """
     try:
         save_image(sheet, sheet_path(out))
@@ -46,6 +46,6 @@ def save_sheet(sheet: Image.Image, out: Path) -> None:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG in one step."""
+    """Write a PNG atomically."""
     with atomic_write(path) as temporary:
         image.save(temporary)

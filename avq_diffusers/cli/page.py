@@ -1,4 +1,4 @@
-"""The page of `avq app`: exact and AVQ images of one prompt, side by side. Needs gradio."""
+"""The page of `avq app`: exact and AVQ images for one prompt, side by side. Needs gradio."""
 
 import socket
 from collections.abc import Callable, Container, Sequence
@@ -25,32 +25,32 @@ from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
 
 LARGEST_SEED = 2**32 - 1
-MOST_CHARACTERS = 5000  # of a prompt; no text encoder reads as many
+MOST_CHARACTERS = 5000  # per prompt; no text encoder reads that many
 MOST_STEPS = 100
-SIZE_STEP = 64  # pixels; every Stable Diffusion UNet takes its multiples
-LARGEST_SIDE = 4  # times that of training
-CACHE_SECONDS = 3600  # how long gradio keeps the files of images that it has shown
+SIZE_STEP = 64  # pixels; every Stable Diffusion UNet takes multiples of it
+LARGEST_SIDE = 4  # times the training size
+CACHE_SECONDS = 3600  # how long gradio keeps the files of shown images
 NO_TOLERANCE = "none"
 
 
 class ShownImage(NamedTuple):
-    """The exact image on a visitor's page."""
+    """The exact image shown on a visitor's page."""
 
     request: ImageRequest
     exact: TimedImage
 
 
 class _Events:
-    """What the page does when a visitor acts. Arguments and results are the values of fields.
+    """The page's event handlers. Arguments and results are field values.
 
     Gradio's queue lets one visitor at a time use the pipeline.
 
     Attributes:
-        default_refined: refined parents per query tile by `source`; the largest number where layers
+        default_refined: refined parents per query tile in `source`; the largest number where layers
             differ.
         most_refined: parents of the largest codebook; 0 for flat codebooks.
-        sides: of images in pixels, that of training first.
-        working: sessions whose image is wanted: neither cancelled, nor the page left.
+        sides: sides of images in pixels, the training size first.
+        working: sessions still waiting for an image: not cancelled, page still open.
     """
 
     def __init__(self, pipe: DiffusionPipeline, source: AVQSource) -> None:
@@ -73,13 +73,13 @@ class _Events:
         seed: int,
         steps: int,
         visitor: gr.Request,
-        progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it here
+        progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it there
     ) -> list:
-        """The exact image, and the other two emptied; nothing if it is shown already."""
+        """The exact image, with the other two cleared; nothing if it is already shown."""
         if not isinstance(prompt, str) or not prompt.strip():
-            raise _mistake("The prompt is empty; write what the image shows.")
+            raise _mistake("The prompt is empty; say what the image shows.")
         if len(prompt) > MOST_CHARACTERS:
-            raise _mistake(f"The prompt has over {MOST_CHARACTERS} characters.")
+            raise _mistake(f"The prompt is over {MOST_CHARACTERS} characters long.")
         sides = f"one of {', '.join(map(str, self.sides))}"
         width = _whole("Width", width, self.sides, sides)
         height = _whole("Height", height, self.sides, sides)
@@ -106,8 +106,8 @@ class _Events:
     ) -> list:
         """The AVQ image, its difference from the exact one, and what ran in each layer.
 
-        Layers with fewer than `num_refined` parents refine all. At `default_refined` each layer
-        refines as many as `source` says. A tolerance, measured on the image, replaces the number.
+        Layers with fewer than `num_refined` parents refine all. At `default_refined`, each layer
+        refines as many as `source` says. A tolerance, measured on the image, overrides the number.
         """
         if shown is None:
             return [gr.skip()] * 3
@@ -117,7 +117,7 @@ class _Events:
             raise _mistake(f"Tolerance must be one of {', '.join(known)}, but got {tolerance!r}.")
         request = shown.request
         if tolerance != NO_TOLERANCE:
-            assert isinstance(self.source, AVQConfig)  # else the page offers none
+            assert isinstance(self.source, AVQConfig)  # otherwise the page offers none
             measured = measured_on(self.pipe, request)
             steps = measured["num_inference_steps"]
             apply_avq(
@@ -144,25 +144,25 @@ class _Events:
         ]
 
     def report(self) -> dict[str, list]:
-        """What each layer runs, as arguments of a table."""
+        """What each layer runs, as arguments for a table."""
         header, *rows = summary(self.pipe).cells()
         return {"value": rows, "headers": header}
 
     def cancel(self, visitor: gr.Request) -> None:
-        """Stop the work for a visitor at its next step."""
+        """Stop a visitor's run at its next step."""
         self.working.discard(visitor.session_hash)
 
     def _after_step(
         self, visitor: gr.Request, progress: gr.Progress, steps: int, title: str
     ) -> Callable[..., dict[str, Any]]:
-        """A pipeline's `callback_on_step_end`: it shows the progress, or ends cancelled work."""
+        """A `callback_on_step_end` that shows progress and stops cancelled runs."""
         session, event = visitor.session_hash, _event_of_call()
         self.working.add(session)
 
         def after_step(
             pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
         ) -> dict[str, Any]:
-            has_left = event is not None and not event.alive  # gradio notes it
+            has_left = event is not None and not event.alive  # set by gradio
             if has_left or session not in self.working:
                 raise gr.Error("Cancelled.", print_exception=False)
             progress((step + 1) / steps, f"{title}, step {step + 1} of {steps}")
@@ -174,10 +174,10 @@ class _Events:
 def build_page(
     pipe: DiffusionPipeline, model: str, examples: Sequence[str], source: AVQSource
 ) -> gr.Blocks:
-    """Apply AVQ to a pipeline and lay out its page; the prompt field begins with the first example.
+    """Apply AVQ to a pipeline and lay out its page; the prompt field starts with the first example.
 
-    It offers tolerances if `source` is a configuration. The page generates the exact image again
-    only when something other than the AVQ has changed.
+    Offers tolerances if `source` is a configuration. The page only regenerates the exact image when
+    something other than AVQ has changed.
 
     Raises:
         ValueError: the pipeline has no layer for AVQ.
@@ -213,8 +213,8 @@ def build_page(
                     [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
                     value=NO_TOLERANCE,
                     label="Tolerance",
-                    info="Largest relative error of the model's output in a step, measured on this "
-                    "image; chooses the sizes of every layer.",
+                    info="Largest relative error of the model's output per step, measured on this "
+                    "image; sets the sizes of every layer.",
                     visible=isinstance(source, AVQConfig),
                 )
                 num_refined = gr.Slider(
@@ -224,14 +224,14 @@ def build_page(
                     step=1,
                     precision=0,
                     label="Refined parents per query tile",
-                    info="Fewer are faster and coarser. Moving this generates the AVQ image again.",
+                    info="Fewer is faster and coarser. Moving this regenerates the AVQ image.",
                     interactive=events.most_refined > 0,
                 )
         report = gr.Dataframe(**events.report(), label="Layers", interactive=False)
         gr.Examples([[example] for example in examples], prompt, label="Prompts to try")
 
         for field in (prompt, width, height, seed, steps, num_refined, tolerance):
-            # `_Events` checks what is sent: gradio's own checks print tracebacks.
+            # `_Events` checks the input: gradio's own checks print tracebacks.
             vars(field)["preprocess"] = lambda value: value
         exact, avq, differing = images
         pipeline = {"concurrency_id": "pipeline", "concurrency_limit": 1}
@@ -263,9 +263,9 @@ def build_page(
 
 
 def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
-    """Serve the page in threads of this process; return its address. `page.close()` ends it.
+    """Serve the page in threads of this process; return its address. `page.close()` stops it.
 
-    With `share`, Gradio's servers publish it too.
+    With `share`, Gradio's servers publish it, too.
 
     Raises:
         OSError: the host is unknown, or the port is taken.
@@ -293,13 +293,13 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
 
 
 def _event_of_call() -> Any:
-    """Gradio's record of the call that this thread serves; None outside of one."""
+    """Gradio's record of the call this thread serves, or None."""
     page, name = LocalContext.blocks.get(None), LocalContext.event_id.get(None)
     return None if page is None else page._queue.event_ids_to_events.get(name)
 
 
 def _whole(name: str, value: object, allowed: Container[int], expected: str) -> int:
-    """A whole number that a visitor sent, checked."""
+    """Check a whole number sent by a visitor."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise _mistake(f"{name} must be {expected}, but got {value!r}.")
     if int(value) not in allowed:

@@ -1,4 +1,4 @@
-"""What a command is asked for: a model with AVQ, and an image to generate."""
+"""What a command was asked for: a model with AVQ, and an image to generate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class ModelRequest:
 
     Attributes:
         name: folder, .safetensors file or Hub id of the model.
-        device: cuda, mps or cpu; None takes the fastest present.
+        device: cuda, mps or cpu; None takes the fastest available.
         codebooks: folder or Hub id; None takes codewords from the keys of each call.
-        sizes: without codebooks; None takes those of `apply_avq`.
-        levels: with AVQ; None takes those of `apply_avq`.
+        sizes: sizes without codebooks; None is the default of `apply_avq`.
+        levels: levels with AVQ; None is the default of `apply_avq`.
         exact: layers or modules that keep exact attention.
     """
 
@@ -40,10 +40,10 @@ class ModelRequest:
         refined: Sequence[int] = (),
         has_tolerance: bool = False,
     ) -> "ModelRequest":
-        """Read the options of a command, which refines these numbers of parents.
+        """Read a command's options; `refined` are the numbers of parents it will refine.
 
         Raises:
-            ValueError: an option has a bad value, or contradicts another.
+            ValueError: an option has a bad value or contradicts another.
         """
         if codebooks is not None and any(x is not None for x in (config, levels, exact)):
             raise ValueError(

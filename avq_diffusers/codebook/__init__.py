@@ -1,1 +1,1 @@
-"""Stored codebooks: codewords of a layer, k-means and EMA on keys."""
+"""Stored codebooks: a layer's codewords, k-means and EMA on keys."""

@@ -1,8 +1,8 @@
 """The assignment of keys to leaves (paper, Algorithm VQ Precompute).
 
-A key goes to its nearest parent, then to the nearest child of that parent if this child is strictly
-closer. Otherwise it stays with the parent. Of equal codewords the lower index wins. Keys and
-codewords are centred first: a large offset that all of them share would cost digits.
+A key goes to its nearest parent, then to that parent's nearest child if strictly closer; otherwise
+it stays with the parent. Ties go to the lower index. Keys and codewords are centred first: a large
+shared offset would cost precision.
 
 Shapes: H heads, N keys, M0 parents, C children per parent, D head dim. Leaf p (1 + C) of a head
 holds the keys that stay with parent p, leaf p (1 + C) + 1 + c those of its child c.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
 
-# Numbers in the intermediates of one chunk. On a CPU they stay in cache; on other devices few
-# launches count.
+# Elements in the intermediates of one chunk: few enough for a CPU's cache; on other devices enough
+# to keep launches few.
 ELEMENTS_CPU = 1 << 20
 ELEMENTS = 1 << 26
 
@@ -26,14 +26,14 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
 
     Args:
         key: (..., H, N, D).
-        codebook: of H heads and head dim D, on the same device.
+        codebook: H heads and head dim D, on the same device.
 
     Returns:
         parent_assignment: (..., H, N) int64 in [0, M0).
         child_assignment: (..., H, N) int64 in [0, C), or -1 where the key stays with its parent.
 
     Raises:
-        ValueError: `key` does not end in the codebook's heads, any number of keys, and head dim.
+        ValueError: the shape of `key` does not match the codebook.
     """
     leaf = assign_leaves(key, codebook)
     num_leaves = 1 + codebook.num_children
@@ -44,12 +44,12 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
 def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
     """The leaf of each key: its row of the head's `codebook.leaves.flatten(1, 2)`.
 
-    Computed in float32, or in float64 if an input is float64, also under autocast. Matrix products
-    follow PyTorch's TF32 setting. Memory is bounded for any number of keys.
+    Computed in float32, or in float64 if an input is float64, also under autocast. Matmuls follow
+    PyTorch's TF32 setting. Memory is bounded for any number of keys.
 
     Args:
         key: (..., H, N, D).
-        codebook: of H heads and head dim D, on the same device.
+        codebook: H heads and head dim D, on the same device.
 
     Returns:
         (..., H, N) int64 in [0, M0 (1 + C)).
@@ -59,8 +59,8 @@ def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
     """
     if key.ndim < 3 or (key.shape[-3], key.shape[-1]) != (codebook.num_heads, codebook.head_dim):
         raise ValueError(
-            f"key must have shape (..., {codebook.num_heads}, keys, {codebook.head_dim}) to go "
-            f"with the codebook, but got {tuple(key.shape)}."
+            f"key must have shape (..., {codebook.num_heads}, keys, {codebook.head_dim}) to match "
+            f"the codebook, but got {tuple(key.shape)}."
         )
     dtype = working_dtype(key, codebook)
     heads = key.shape[:-2]
@@ -74,10 +74,10 @@ def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
 
 
 def nearest_parents(key: Tensor, parents: Tensor) -> Tensor:
-    """Nearest parent of each key, of equal ones the lower index.
+    """Nearest parent of each key; ties go to the lower index.
 
     Args:
-        key: (H, N, D), of the dtype of `parents` or narrower.
+        key: (H, N, D), dtype of `parents` or narrower.
         parents: (H, M0, D) float32 or float64.
 
     Returns:
@@ -92,10 +92,10 @@ def nearest_leaves(
     """The leaf of each key.
 
     Args:
-        key: (H, N, D), of the dtype of `parents` or narrower.
+        key: (H, N, D), dtype of `parents` or narrower.
         parents: (H, M0, D) float32 or float64.
         children: (H, M0, C, D), same dtype.
-        cell: (H, N) from `nearest_parents`, if it is known.
+        cell: (H, N) from `nearest_parents`, if already computed.
 
     Returns:
         (H, N) int64 in [0, M0 (1 + C)).
@@ -121,14 +121,14 @@ def nearest_leaves(
         row = across_heads(parent, num_parents).flatten()
         products = offsets.index_select(0, row).mul_(keys.reshape(-1, 1, head_dim))
         gain = products.sum(dim=-1) + child_bias.index_select(0, row)
-        # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
+        # Staying has gain 0 and comes first, and argmax takes the first of equal gains.
         leaf = F.pad(gain, (1, 0)).argmax(dim=-1)
         assignment[:, start : start + chunk] = parent * num_leaves + leaf.view_as(parent)
     return assignment
 
 
 def leaf_sums(keys: Tensor, leaf: Tensor, num_leaves: int) -> tuple[Tensor, Tensor]:
-    """Sum and number of the keys in each leaf; the same bits on every run.
+    """Sum and count of the keys in each leaf; the same bits on every run.
 
     Args:
         keys: (H, N, D).
@@ -149,12 +149,12 @@ def leaf_sums(keys: Tensor, leaf: Tensor, num_leaves: int) -> tuple[Tensor, Tens
 
 
 def centre_of(parents: Tensor) -> Tensor:
-    """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
+    """(H, 1, D) median of the parents: a distant dead codeword does not move it."""
     return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
 
 
 def across_heads(index: Tensor, per_head: int) -> Tensor:
-    """Number the cells or leaves of all heads in one list: (..., H, N) to h per_head + index."""
+    """Number the cells or leaves consecutively over heads: (..., H, N) to h per_head + index."""
     first = torch.arange(0, index.shape[-2] * per_head, per_head, device=index.device)
     return index + first[:, None]
 
@@ -174,8 +174,8 @@ def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> i
     """Return how many items make up a chunk.
 
     Args:
-        device: a CPU has chunks of `ELEMENTS_CPU` numbers.
-        elements: numbers per item.
-        most: numbers per chunk on other devices.
+        device: on a CPU, chunks have `ELEMENTS_CPU` elements.
+        elements: elements per item.
+        most: elements per chunk on other devices.
     """
     return max(1, (ELEMENTS_CPU if device.type == "cpu" else most) // max(1, elements))

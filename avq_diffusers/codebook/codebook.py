@@ -17,7 +17,7 @@ class Codebook:
         parents: (H, M0, D) floating point.
         children: (H, M0, C, D), same dtype and device; C = 0 is a flat codebook.
         check_finite: refuse NaN and infinity. The check synchronizes with the device; turn it off
-            inside torch.compile and CUDA graphs, and for tensors that were checked before.
+            inside torch.compile and CUDA graphs, and for tensors already checked.
 
     Raises:
         TypeError: a field is not a floating-point tensor, or the dtypes differ.
@@ -43,8 +43,8 @@ class Codebook:
         if children.ndim != 4 or (*children.shape[:2], children.shape[3]) != parents.shape:
             heads, num_parents, head_dim = parents.shape
             raise ValueError(
-                f"children must have shape ({heads}, {num_parents}, children, {head_dim}) to go "
-                f"with parents, but got {tuple(children.shape)}."
+                f"children must have shape ({heads}, {num_parents}, children, {head_dim}) to match "
+                f"parents, but got {tuple(children.shape)}."
             )
         if children.dtype != parents.dtype:
             raise TypeError(
@@ -67,7 +67,7 @@ class Codebook:
 
     @property
     def num_parents(self) -> int:
-        """M0, parents of one head."""
+        """M0, parents per head."""
         return self.parents.shape[1]
 
     @property
@@ -82,7 +82,7 @@ class Codebook:
 
     @property
     def num_codewords(self) -> int:
-        """Parents and children of one head, M_total = M0 (1 + C)."""
+        """Parents and children per head, M_total = M0 (1 + C)."""
         return self.num_parents * (1 + self.num_children)
 
     @property
@@ -108,12 +108,12 @@ class Codebook:
 def project_children(child_means: Tensor, child_counts: Tensor, parents: Tensor) -> Tensor:
     """Move children until they average to their parent; lighter children move further.
 
-    This is the closed form C_pc = M_c - delta / (N_c sigma) of mass-weighted least squares (paper,
-    Eq. child_constraint_solve), and its limit if counts vanish: children without keys share the
+    The closed form C_pc = M_c - delta / (N_c sigma) of mass-weighted least squares (paper, Eq.
+    child_constraint_solve), and its limit for vanishing counts: children without keys share the
     whole residual equally and the others do not move. If no child has keys, all move equally.
 
     Args:
-        child_means: (..., C, D), M_c, or the current position of a child whose count is 0.
+        child_means: (..., C, D), M_c, or the current position of a child with count 0.
         child_counts: (..., C), N_c >= 0.
         parents: (..., D).
 
@@ -130,6 +130,6 @@ def project_children(child_means: Tensor, child_counts: Tensor, parents: Tensor)
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if `tensor`, an argument called `name`, holds NaN or infinity."""
+    """Raise ValueError if `tensor`, the argument `name`, holds NaN or infinity."""
     if not tensor.isfinite().all():
         raise ValueError(f"{name} must be finite, but got NaN or infinity.")

@@ -1,9 +1,9 @@
 """Online k-means with exponential moving averages (paper, appendix "Codeword Clustering During
 Training").
 
-Statistics are the state; codewords are derived from them. A cell has statistics of 1 + C codewords:
-the parent with all keys of the cell, then each child with its keys. Keys that stay with the parent
-count for the parent only.
+Statistics are the state; codewords are derived from them. A cell has statistics for 1 + C
+codewords: the parent with all keys of the cell, then each child with its keys. Keys that stay with
+the parent only count for the parent.
 
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
@@ -23,8 +23,8 @@ from avq_diffusers.codebook.assignment import (
 from avq_diffusers.codebook.codebook import Codebook, project_children
 from avq_diffusers.codebook.kmeans import first_in_cell
 
-# A sum and a count that decay for thousands of steps lose digits below this count, and their ratio
-# drifts.
+# Below this count, sums and counts that decay for thousands of steps lose precision, and their
+# ratio drifts.
 NEGLIGIBLE_COUNT = 1e-20
 
 
@@ -34,7 +34,7 @@ def batch_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Key sums and counts of one batch.
 
-    Both are sums over keys. Add them over micro-batches and all-reduce them over processes before
+    Both are sums over keys: add them over micro-batches and all-reduce them over processes before
     `ema_update`.
 
     Args:
@@ -80,7 +80,7 @@ def derive_codebook(
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
         previous: the codebook of the previous step, in the dtype of the statistics.
-        constrain: make the children of each parent average to it; else they are S / N.
+        constrain: make each parent's children average to it; otherwise they are S / N.
     """
     counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
     means = ema_key_sums / counts.where(counts > 0, 1)[..., None]
@@ -104,23 +104,23 @@ def reassign_dead(
 ) -> tuple[Tensor, Tensor, Codebook]:
     """Move dead codewords, whose EMA count is below `threshold`, to badly represented keys.
 
-    Dead parents move to different keys, sampled by the squared distance to their codeword. Their
-    children move along and lose their statistics. In every other cell one dead child moves to a key
-    of the cell, sampled in the same way. A moved parent counts `threshold` keys. A moved child
-    counts as many as an average leaf of its cell: the projection would push a lighter child away
-    from its key.
+    Dead parents move to distinct keys, sampled by squared distance to their codeword. Their
+    children move along and lose their statistics. In each other cell, one dead child moves to a key
+    of the cell, sampled in the same way. A moved parent gets a count of `threshold` keys, a moved
+    child that of an average leaf of its cell: the projection would push a lighter child away from
+    its key.
 
     The paper moves dead codewords to their nearest keys (appendix "Alternative VQ Training
-    Methods"). Two dead codewords can share such a key, and it may be well represented already.
+    Methods"). Two dead codewords can share such a key, and it may already be well represented.
 
     Args:
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
-        codebook: the codewords of these statistics.
-        keys: (..., H, N, D), a batch of at least M0 keys per head. Processes need the same keys and
-            seed to get the same codebook.
+        codebook: the codewords derived from these statistics.
+        keys: (..., H, N, D), a batch of at least M0 keys per head. With the same keys and seed,
+            all processes get the same codebook.
         threshold: keys per batch below which a codeword is dead.
-        seed: of the samples.
+        seed: seeds the sampling.
         constrain: as in `derive_codebook`.
 
     Returns:
@@ -140,7 +140,7 @@ def reassign_dead(
         )
     head = torch.arange(heads, device=keys.device)[:, None]
     distance = (keys - codebook.leaves.flatten(1, 2)[head, leaf]).square().sum(dim=-1)
-    # The first of exponential clocks with rates w rings with probability w / sum(w).
+    # Among exponential clocks with rates w, each rings first with probability w / sum(w).
     generator = torch.Generator(keys.device).manual_seed(seed)
     clock = torch.empty_like(distance).exponential_(generator=generator) / distance
 
@@ -177,7 +177,7 @@ def reassign_dead(
 
 
 def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.99) -> float:
-    """Decay at a step: a cosine from `start` to `end` over `warmup_steps`, then `end`.
+    """Decay at `step`: a cosine from `start` to `end` over `warmup_steps`, then `end`.
 
     The paper's recipe for ADE20K (appendix "Training Details").
     """

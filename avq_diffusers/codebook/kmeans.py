@@ -1,7 +1,7 @@
-"""Two-level k-means on keys, which fits a codebook.
+"""Fit a codebook: two-level k-means on keys.
 
-Keys are centred, and children are relative to their parent: a large offset that keys share would
-cost digits.
+Keys are centred, and children are relative to their parent: a large shared offset would cost
+precision.
 
 Shapes: H heads, M0 parents, C children per parent, D head dim, S keys.
 """
@@ -31,26 +31,27 @@ def fit_codebook(
 ) -> Codebook:
     """Fit parents to all keys, then children to the keys of each parent's cell.
 
-    Both levels are seeded by k-means++ and improved by Lloyd's iterations. A key of a cell may stay
-    with the parent. With `constrain`, each iteration ends in `project_children` and lowers the
-    error under the parent-child constraint. Children without keys then balance their siblings.
+    Both levels are seeded with k-means++ and refined by Lloyd iterations. A key may stay with its
+    parent. With `constrain`, each iteration ends in `project_children` and lowers the error under
+    the parent-child constraint; children without keys then balance their siblings.
 
     Args:
         keys: (H, S, D) floating point: the keys of a layer, or a sample of them.
         num_parents: M0, at most S.
         num_children: C; 0 is a flat codebook.
-        num_iterations: most iterations of Lloyd's algorithm per level. It stops earlier if an
-            iteration lowers the error by less than a factor of 1e-4.
+        num_iterations: most Lloyd iterations per level. Stops earlier if an iteration lowers the
+            error by less than a factor of 1e-4.
         seed: on a CPU, the same seed and keys give the same codebook.
-        constrain: make the children of each parent average to it.
+        constrain: make each parent's children average to it.
 
     Returns:
         Codebook on the device of `keys`, float32, or float64 if `keys` are float64.
 
     Raises:
         TypeError: `keys` is not a floating-point tensor, or a number is not an int.
-        ValueError: `keys` has another rank, holds NaN or infinity, or fewer keys than parents;
-            `num_parents` is below 1, or `num_children`, `num_iterations` or `seed` below 0.
+        ValueError: `keys` has the wrong rank, holds NaN or infinity, or has fewer keys than
+            parents; `num_parents` is below 1, or `num_children`, `num_iterations` or `seed` below
+            0.
     """
     if not isinstance(keys, Tensor) or not keys.is_floating_point():
         arrived = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
@@ -110,7 +111,7 @@ def _score(points: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """The leaf of each row of `residual`, 0 if it stays and 1 + c for child c of its cell, and the
+    """The leaf of each row of `residual`, 0 if it stays or 1 + c for child c of its cell, and the
     squared distance to it.
 
     Args:
@@ -134,7 +135,7 @@ def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tupl
 
 def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator) -> Tensor:
     """Greedy k-means++ (Arthur & Vassilvitskii 2007): sample a few keys by squared distance and
-    take the one that lowers the error most.
+    keep the one that lowers the error most.
     """
     sample_size = min(keys.shape[1], 32 * num_centroids)
     sample = torch.randperm(keys.shape[1], generator=generator, device=keys.device)[:sample_size]
@@ -142,12 +143,12 @@ def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator
     heads, _, head_dim = keys.shape
     head = torch.arange(heads, device=keys.device)
     half_norms = keys.square().sum(dim=-1) / 2
-    # An upper bound of every distance makes the first sample uniform.
+    # An upper bound on every distance makes the first sample uniform.
     half_distance = (4 * half_norms.amax(dim=1, keepdim=True)).expand_as(half_norms)
 
     centroids = keys.new_empty(heads, num_centroids, head_dim)
     for index in range(num_centroids):
-        # The first of exponential clocks with rates w rings with probability w / sum(w).
+        # Among exponential clocks with rates w, each rings first with probability w / sum(w).
         clock = keys.new_empty(heads, SEEDING_TRIALS, sample_size).exponential_(generator=generator)
         trial = (clock / half_distance[:, None]).argmin(dim=-1)
         candidates = keys[head[:, None], trial]
@@ -169,7 +170,7 @@ def _nearest(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lloyd(keys: Tensor, centroids: Tensor, num_iterations: int) -> Tensor:
-    """Lloyd's algorithm. Empty centroids move to the keys farthest from their centroid."""
+    """Lloyd's algorithm; empty centroids move to the keys farthest from their centroid."""
     num_centroids = centroids.shape[1]
     head = torch.arange(keys.shape[0], device=keys.device)[:, None]
     previous_error = math.inf
@@ -196,7 +197,7 @@ def _fit_child_offsets(
     generator: torch.Generator,
     constrain: bool,
 ) -> Tensor:
-    """Children minus their parents, (H, M0, C, D), by k-means in all cells at once."""
+    """Children minus their parents, (H, M0, C, D), from k-means in all cells at once."""
     heads, num_parents, head_dim = parents.shape
     num_cells = heads * num_parents
     offsets = keys.new_zeros(num_cells, num_children, head_dim)
@@ -208,14 +209,14 @@ def _fit_child_offsets(
     # The last row is the parent. `first_in_cell` returns it for a cell without candidates.
     candidates = torch.cat([residual, residual.new_zeros(1, head_dim)])
 
-    # k-means++ whose first centroid is the parent.
+    # k-means++ with the parent as first centroid.
     distance = residual.square().sum(dim=-1)
     for index in range(num_children):
         clock = torch.empty_like(distance).exponential_(generator=generator)
         offsets[:, index] = candidates[first_in_cell(clock / distance, cell, num_cells)]
         distance = distance.minimum((residual - offsets[cell, index]).square().sum(dim=-1))
 
-    # In many dimensions a key is closer to the parent than to any other key, so a child that starts
+    # In high dimensions a key is closer to the parent than to any other key, so a child that starts
     # on a key would keep only that key. A tenth of the way is the paper's initial scale.
     offsets *= 0.1
 

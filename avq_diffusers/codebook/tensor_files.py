@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: their checks, their digest, and how they are read."""
+"""Tensors in safetensors files: reading, checks and digest."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ def check_names(subject: str, got: Collection[str], expected: Collection[str]) -
         got, expected: the names.
 
     Raises:
-        ValueError: begins with `subject`.
+        ValueError: the names differ; the message begins with `subject`.
     """
     missing = [name for name in expected if name not in got]
     unexpected = [name for name in got if name not in expected]
@@ -39,10 +39,10 @@ def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str
     Args:
         subject: what holds the tensors, for the message.
         got: the tensors by name.
-        expected: tensors of these names and shapes, such as on the meta device.
+        expected: tensors with the expected names and shapes, for instance on the meta device.
 
     Raises:
-        ValueError: begins with `subject` and names the tensor.
+        ValueError: the message begins with `subject` and names the tensor.
     """
     check_names(subject, got, expected)
     for name, tensor in got.items():
@@ -61,10 +61,10 @@ def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str
 
 
 def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of names, shapes and values, whatever their floating point dtype.
+    """The SHA-256 of names, shapes and values, independent of the floating-point dtype.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -79,12 +79,12 @@ def load_tensors(
     """Read a safetensors file.
 
     Args:
-        path: of the file.
-        expected: as for `check_tensors`.
-        sha256: the `tensor_digest` that the file must have; None takes any.
+        path: the file.
+        expected: as in `check_tensors`.
+        sha256: the `tensor_digest` that the file must have; None accepts any.
 
     Raises:
-        ValueError: names `path`.
+        ValueError: the file is damaged or does not match; the message names `path`.
     """
     try:
         tensors = load_file(path)
@@ -99,7 +99,7 @@ def load_tensors(
     check_tensors(str(path), tensors, expected)
     if sha256 not in (None, tensor_digest(tensors)):
         raise ValueError(
-            f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
-            f"or belongs to another training."
+            f"{path} does not hold the tensors that its config.json was saved with: it is damaged "
+            f"or belongs to another training run."
         )
     return tensors

@@ -1,1 +1,1 @@
-"""ScaleCrafter and LinFusion, which combine with AVQ or compare with it."""
+"""ScaleCrafter, to combine with AVQ, and LinFusion, to compare with it."""

@@ -1,4 +1,4 @@
-"""LinFusion's linear attention, to compare with AVQ: its processor, and trained layers in a folder.
+"""LinFusion's linear attention, for comparison with AVQ: its processor, and trained layers on disk.
 
     output_i = q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + N epsilon),    q, k = elu(.) + 1
 
@@ -37,19 +37,18 @@ EPSILON = 1e-4
 class LinFusionProcessor(nn.Module):
     """Attention processor that runs LinFusion's attention, at a cost linear in N.
 
-    Queries and keys are projected from x + phi(x). The small network phi starts at 0.
+    Queries and keys are projected from x + phi(x). The small network phi is initialized to 0.
 
     Args:
-        channels: of the tokens.
-        tuned: hold projections that run instead of the layer's own, without what a LoRA adds to
-            those.
+        channels: channels of the tokens.
+        tuned: hold projections that replace the layer's own, including any LoRA on them.
     """
 
     runs = "LinFusion"  # for `summary`
 
     def __init__(self, channels: int, *, tuned: bool = False) -> None:
         super().__init__()
-        # The processor that `load_linfusion` replaced; in a tuple, or a module would become a part.
+        # The processor that `load_linfusion` replaced; in a tuple, so it is not registered.
         self.replaced: tuple[Any, ...] = ()
         self.phi_q = _phi(channels)
         self.phi_k = _phi(channels)
@@ -67,7 +66,7 @@ class LinFusionProcessor(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend with hidden_states (B, N, channels); the output has the same shape.
+        """Attend within hidden_states (B, N, channels); the output has the same shape.
 
         Raises:
             NotImplementedError: the call is cross-attention, or has a mask.
@@ -95,10 +94,10 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Returns:
         (B, H, N, D), of the same dtype.
     """
-    # Contiguous, because torch.compile expects another layout of elu's gradient.
+    # Contiguous, because torch.compile expects a different layout for elu's gradient.
     query, key = (F.elu(x.contiguous()) + 1 for x in (query, key))
     query = query / (query @ key.mean(dim=2)[..., None] + EPSILON)
-    # On keys and on values, as in the authors' code: products stay in the range of float16.
+    # On both keys and values, as in the authors' code: products stay in float16's range.
     scale = key.shape[2] ** -0.5
     return query @ ((key * scale).mT @ (value * scale))
 
@@ -111,20 +110,20 @@ def save_linfusion(
     base_model: str | None = None,
     training: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write trained layers into a folder, for `load_linfusion`.
+    """Write trained layers to a folder, for `load_linfusion`.
 
     Args:
         pipe: a pipeline with the UNet that the layers are for, or the UNet.
-        layers: by names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
-            projections.
-        path: the folder; made if it is missing.
+        layers: by name, for each of `select_layers(unet)`: the state of a `LinFusionProcessor` with
+            tuned projections.
+        path: the folder; created if missing.
         base_model: name of the model they are for; informational.
         training: summary of the training; informational.
 
     Raises:
         TypeError: `pipe` has no UNet.
         ValueError: names or shapes do not fit the UNet, or a tensor holds NaN or infinity.
-        OSError: the folder cannot be written; the message says whether its earlier content is
+        OSError: the folder cannot be written; the message says whether its previous content is
             intact.
     """
     specs = [layer for layer in select_layers(unet_of(pipe)) if layer.name in layers]
@@ -148,12 +147,12 @@ def save_linfusion(
 
 
 def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
-    """Run self-attention layers of a UNet with LinFusion layers that `save_linfusion` wrote.
+    """Replace self-attention layers of a UNet by LinFusion layers that `save_linfusion` wrote.
 
     Earlier LinFusion layers are removed first. The layers bring their own projections, on the
-    UNet's device and in its dtype. The UNet's own stay as they are, for `remove_linfusion`. Load or
-    unload IP-Adapters before: this makes diffusers rebuild the processors of self-attention without
-    the arguments that these need.
+    UNet's device and in its dtype; the UNet's own stay unchanged, for `remove_linfusion`. Load or
+    unload IP-Adapters before calling this: they make diffusers rebuild the self-attention
+    processors without the arguments these need.
 
     Args:
         pipe: a pipeline with the UNet of the layers' base model, or the UNet.
@@ -165,8 +164,8 @@ def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
     Raises:
         TypeError: `pipe` has no UNet.
         FileNotFoundError: the folder lacks a file.
-        ValueError: a file is damaged, has another format, or does not match its config.json; or the
-            layers belong to another model, or the UNet has AVQ.
+        ValueError: a file is damaged, has an unknown format, or does not match its config.json; the
+            layers belong to another model; or the UNet has AVQ.
     """
     unet = unet_of(pipe)
     folder = Path(path).expanduser()
@@ -205,10 +204,10 @@ def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
 
 
 def remove_linfusion(pipe: AnyModel) -> AnyModel:
-    """Undo `load_linfusion`: put the same processor objects back; return `pipe`.
+    """Undo `load_linfusion`: put the original processor objects back; return `pipe`.
 
-    A processor that another tool has since set over LinFusion's stays. Without LinFusion nothing
-    happens.
+    A processor that another tool has since set over LinFusion's stays. Does nothing without
+    LinFusion.
 
     Raises:
         TypeError: `pipe` has no UNet.
@@ -259,7 +258,7 @@ def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
     expected = LinFusionProcessor.__name__
     if not isinstance(config, dict) or config.get("_class_name") != expected:
         raise ValueError(
-            f"{path} is not a config of LinFusion layers, as save_linfusion writes it."
+            f"{path} is not a config of LinFusion layers as written by save_linfusion."
         )
     version = config.get("format_version")
     if version != FORMAT_VERSION:

@@ -1,6 +1,6 @@
-"""mini-sd and mini-sd3, the embedded models: where their weights lie, and the scenes they learned.
+"""mini-sd and mini-sd3, the embedded models: where their weights are, and the scenes they learned.
 
-Training and evaluation take the seeds of their scenes from disjoint ranges.
+Training and evaluation draw scene seeds from disjoint ranges.
 """
 
 from pathlib import Path
@@ -67,12 +67,12 @@ CALIBRATION_PROMPTS = (
 
 
 def model_path(name: str) -> str:
-    """Return the folder of `"mini-sd"` or `"mini-sd3"`, and any other name unchanged."""
+    """Return the folder of `"mini-sd"` or `"mini-sd3"`, or any other name unchanged."""
     return {"mini-sd": MINI_SD, "mini-sd3": MINI_SD3}.get(name, name)
 
 
 def is_mini_sd3(folder: str | Path) -> bool:
-    """Whether a folder is mini-sd3 or a result of its training: a transformer without a VAE."""
+    """Whether a folder is mini-sd3 or the result of training it: a transformer without a VAE."""
     return (Path(folder) / "transformer").is_dir() and not (Path(folder) / "vae").exists()
 
 

@@ -1,4 +1,4 @@
-"""Scenes as a data set in COCO's captions format."""
+"""Scenes as a dataset in COCO's captions format."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ from avq_diffusers.mini.scenes import Scene
 def write_coco(
     folder: str | Path, num_images: int, *, first_seed: int = 0, size: int = IMAGE_SIZE
 ) -> None:
-    """Write scenes as a data set in COCO's captions format.
+    """Write scenes as a dataset in COCO's captions format.
 
     `folder/images/000000000001.png` shows the scene of `first_seed`, and so on.
-    `folder/annotations/captions_scenes.json` is written last and holds one caption per image. A
-    repeated call writes the same files again.
+    `folder/annotations/captions_scenes.json` is written last and holds one caption per image.
+    Repeated calls write the same files.
 
     Raises:
         ValueError: `size` is not a multiple of 64, or `folder` holds other data.

@@ -20,15 +20,15 @@ from avq_diffusers.mini.sampling import sample_motif
 from avq_diffusers.mini.scenes import CELLS_SHAPE, Scene
 from avq_diffusers.mini.shapes import SIZES, shape_inside
 
-# Grey levels of variation that count as noise, not as structure.
+# Variation in grey levels that counts as noise, not structure.
 _NOISE_LEVEL = 2.0
 
 
 def corrupt(scene: Scene, seed: int, size: int = IMAGE_SIZE) -> np.ndarray:
     """Render a scene with its copies broken: same caption, no hidden structure.
 
-    Every object of a patterned group gets a motif of its own. A tiled background loses its period,
-    a mirrored one its mirror image. `seed` chooses the bits that replace the copies.
+    Each object of a patterned group gets its own motif. A tiled background loses its period, a
+    mirrored one its mirror image. `seed` chooses the bits that replace the copies.
 
     Returns:
         uint8 RGB, shape (size, size, 3).
@@ -47,16 +47,16 @@ def corrupt(scene: Scene, seed: int, size: int = IMAGE_SIZE) -> np.ndarray:
 
 
 def copy_agreement(image: np.ndarray, scene: Scene) -> float | None:
-    """Return how well the parts of an image agree that should be copies of one another.
+    """Return how well parts of an image agree that should be copies of each other.
 
-    It is the mean of one normalized cross-correlation (NCC) per kind of copy:
+    This is the mean of one normalized cross-correlation (NCC) per kind of copy:
 
     - a patterned group of several objects: over all pairs of objects, inside their shape;
     - a tiled background: between the image and its shifts by one period;
     - a mirrored background: between the image and its mirror image.
 
-    Backgrounds count only where neither side is near an object. Regions without variation do not
-    agree. True images score about 1, images with unrelated bits about 0.
+    Backgrounds only count where neither side is near an object. Regions without variation count as
+    disagreeing. True images score about 1, images with unrelated bits about 0.
 
     Args:
         image: uint8 RGB, shape (S, S, 3), S a multiple of 64.
@@ -81,7 +81,7 @@ def copy_agreement(image: np.ndarray, scene: Scene) -> float | None:
 
 
 def _ncc(first: np.ndarray, second: np.ndarray) -> float:
-    """Normalized cross-correlation of two lists of pixels, (n, 3), without their mean colours."""
+    """Normalized cross-correlation of two lists of pixels (n, 3), mean colours removed."""
     first = first - first.mean(0, dtype=np.float32)
     second = second - second.mean(0, dtype=np.float32)
     floor = _NOISE_LEVEL * math.sqrt(first.size)
@@ -100,7 +100,7 @@ def _period_agreement(image: np.ndarray, free: np.ndarray) -> float:
 
 
 def _mirror_agreement(image: np.ndarray, free: np.ndarray) -> float:
-    # Cells on the axis are their own mirror image; that of the first columns lies outside.
+    # Cells on the axis are their own mirror image; the first columns' is outside the image.
     start, end = (scaled(x, len(image)) for x in (2 * MIRROR_AXIS - IMAGE_SIZE, MIRROR_AXIS - 2))
     left, right = (slice(start, end), slice(None, start + end - 1, -1))
     both = free[:, left] & free[:, right]

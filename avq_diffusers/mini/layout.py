@@ -1,4 +1,4 @@
-"""Where the objects of a scene lie, by the words of its placement."""
+"""Positions of a scene's objects, from the words of its placement."""
 
 import math
 from functools import cache
@@ -11,8 +11,8 @@ IMAGE_SIZE = 256
 Box = tuple[int, int, int]
 Members = tuple[tuple[int, str], ...]
 
-# How the x and the y axis place objects: "line" spreads them, "start", "middle" and "end" put them
-# at one place, "first" and "second" are the middles of the two halves.
+# How the x and y axes place objects: "line" spreads them, "start", "middle" and "end" put them in
+# one place, "first" and "second" are the middles of the two halves.
 _SINGLE_AXES = {
     "at the center": ("middle", "middle"),
     "at the top": ("middle", "start"),
@@ -40,7 +40,7 @@ _HALVES_AXES = {
     "right of": (("second", "line"), ("first", "line")),
 }
 
-# Per placement and group: the axes, and the counts that the words admit.
+# Per placement and group: the axes, and the allowed counts.
 _ONE, _SEVERAL, _CIRCLE, _ANY = ([1], [2, 3, 4, 5], [3, 4, 5], [1, 2, 3, 4, 5])
 PLACEMENTS: dict[str, tuple[tuple[str | tuple[str, str], list[int]], ...]] = {
     **{name: ((axes, _ONE),) for name, axes in _SINGLE_AXES.items()},
@@ -55,8 +55,8 @@ MANY_PLACEMENTS = (*_LINE_AXES, "in the corners", "around the center")
 RELATIONS = (*_HALVES_AXES, "around")
 
 _MARGIN = 8
-# Neighbours are 4 modulo 8 apart: in lines because all sides are multiples of 8, on circles by each
-# object's place modulo 8.
+# Neighbours are 4 modulo 8 apart: in lines because all sides are multiples of 8, on circles through
+# each object's position modulo 8.
 _GAP = 12
 _CIRCLE_PHASES = ((0, 0), (4, 0), (0, 4), (4, 4), (4, 0))
 
@@ -72,7 +72,7 @@ def layout(placement: str, members: Members) -> tuple[tuple[Box, ...], ...]:
 
 @cache
 def fitting_members(placement: str) -> tuple[Members, ...]:
-    """The counts and sizes that a placement has room for."""
+    """The counts and sizes that fit a placement."""
     counts = product(*(counts for _, counts in PLACEMENTS.get(placement, ())))
     candidates = (
         tuple(zip(numbers, sizes, strict=True))

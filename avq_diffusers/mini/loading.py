@@ -1,9 +1,9 @@
-"""Pipelines of the embedded models: mini-sd3 put together, and the usual guidance scale.
+"""Pipelines of the embedded models: assembling mini-sd3, and the usual guidance scale.
 
-mini-sd3 is a pipeline of Stable Diffusion 3 that shares mini-sd's VAE, text encoder and tokenizer.
-Its folder has the form of SD3 without these parts, so that their weights are stored once.
-`save_pretrained` of the pipeline writes a folder that stands alone. Diffusers loads it with
-`text_encoder_3=None, tokenizer_3=None`, as any SD3 without T5.
+mini-sd3 is a Stable Diffusion 3 pipeline that shares mini-sd's VAE, text encoder and tokenizer. Its
+folder has SD3's form without these parts, so that their weights are stored once. The pipeline's
+`save_pretrained` writes a self-contained folder; diffusers loads it with `text_encoder_3=None,
+tokenizer_3=None`, like any SD3 without T5.
 """
 
 from inspect import signature
@@ -30,10 +30,10 @@ def load_mini_sd3(
 
 
 def shared_parts(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return the components of `StableDiffusion3Pipeline` that come from mini-sd, and the missing.
+    """Return the components of `StableDiffusion3Pipeline` taken from mini-sd, or None if missing.
 
-    Both CLIP encoders are the one of mini-sd, with the identity as projection. There is no T5, in
-    whose place the pipeline puts zeros.
+    Both CLIP encoders are mini-sd's, with the identity as projection. There is no T5; the pipeline
+    puts zeros in its place.
     """
     vae = AutoencoderKL.from_pretrained(MINI_SD, subfolder="vae", torch_dtype=dtype)
     vae.register_to_config(shift_factor=0.0)  # SD3's pipeline adds it
@@ -55,7 +55,7 @@ def shared_parts(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 def usual_guidance(pipe: DiffusionPipeline) -> float:
     """Return the guidance scale of mini-sd and mini-sd3, or the default of another pipeline."""
-    name = pipe.name_or_path  # None if the pipeline was made of parts
+    name = pipe.name_or_path  # None if the pipeline was built from parts
     if name is not None and (name == MINI_SD or is_mini_sd3(name)):
         return MINI_GUIDANCE_SCALE
     return signature(type(pipe).__call__).parameters["guidance_scale"].default

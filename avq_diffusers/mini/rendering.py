@@ -1,4 +1,4 @@
-"""Images of scenes."""
+"""Render scenes to images."""
 
 import math
 from functools import cache
@@ -25,7 +25,7 @@ _BACKGROUND_SHADE = 0.16
 
 
 def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
-    """Render the image of a scene: uint8 RGB (size, size, 3). The content scales with the size.
+    """Render a scene: uint8 RGB (size, size, 3). The content scales with the size.
 
     Raises:
         ValueError: `size` is not a positive multiple of 64.
@@ -37,7 +37,7 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
 def compose(
     scene: Scene, motifs: list[list[Cells | None]], grid: np.ndarray, size: int
 ) -> np.ndarray:
-    """Render with these background cells; the objects of a group take its motifs in turn."""
+    """Render with these background cells; a group's objects take its motifs in turn."""
     if size <= 0 or size % 64:
         raise ValueError(f"size must be a multiple of 64, but got {size}.")
     tones = BACKGROUND_TONES[scene.background.color].astype(np.uint8)
@@ -62,7 +62,7 @@ def background_grid(background: Background) -> np.ndarray:
 
 @cache
 def cell_layout(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Copy, row and column of the cell of each square of 4 pixels: int (64, 64) each."""
+    """Copy, row and column of the cell of each 4-pixel square: int (64, 64) each."""
     y, x = np.indices((IMAGE_SIZE // 4,) * 2)
     if kind == "tiled":
         period = PERIOD // 4
@@ -96,7 +96,7 @@ def _enlarge(cells: np.ndarray, cell_size: int) -> np.ndarray:
 
 
 def _tones(color: tuple[int, int, int], strength: float) -> np.ndarray:
-    """A colour and a shade of it, darker for light colours and lighter for dark ones: (2, 3)."""
+    """A colour and a shade of it, darker for light colours, lighter for dark ones: (2, 3)."""
     base = np.array(color)
     luminance = base @ (0.299, 0.587, 0.114)
     target = 0 if luminance > 60 else 255

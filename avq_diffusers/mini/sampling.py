@@ -19,7 +19,7 @@ from avq_diffusers.mini.scenes import (
 )
 from avq_diffusers.mini.shapes import SHAPES, SIZES, shape_mask
 
-# Most images must be copied from themselves.
+# Most images must contain copies of their own parts.
 _PATTERNED_SHARE = 0.6
 _BACKGROUND_SHARES = {"plain": 0.3, "tiled": 0.35, "mirrored": 0.35}
 _TWO_GROUPS_SHARE = 0.45
@@ -79,9 +79,9 @@ def _sample_cells(
     symmetric: bool = False,
     weights: np.ndarray | None = None,
 ) -> Cells:
-    """Random bits of which each value covers at least 30 % of the weighted area.
+    """Random bits in which each value covers at least 30 % of the weighted area.
 
-    Symmetric ones mirror left to right, and half of them also top to bottom.
+    Symmetric ones are mirrored left to right, and half of them also top to bottom.
     """
     rows, columns = shape
     both_ways = rng.random() < 0.5
@@ -104,7 +104,7 @@ def _cell_coverage(shape: str) -> np.ndarray:
 
 
 def _contrast(first: np.ndarray, second: np.ndarray) -> float:
-    """Smallest RGB distance between a tone of the one and a tone of the other."""
+    """Smallest RGB distance between a tone of one and a tone of the other."""
     differences = first[:, None].astype(float) - second[None].astype(float)
     return float(np.sqrt((differences**2).sum(-1)).min())
 

@@ -1,15 +1,15 @@
-"""Scenes: what their captions name, and the hidden bits that they do not name.
+"""Scenes: what their captions name, and the hidden bits that they do not.
 
 A caption names every attribute: counts, sizes, colours, textures, shapes, placement and background.
-The place of each object follows from the caption. The hidden bits are the motif that all objects of
-a "patterned" group share, the tile that a "tiled" background repeats, and the half that a
-"mirrored" background reflects. A model can generate them consistently only by copying them from
+The position of each object follows from the caption. The hidden bits are the motif that all objects
+of a "patterned" group share, the tile that a "tiled" background repeats, and the half that a
+"mirrored" background reflects. A model can only generate them consistently by copying them from
 elsewhere in the same image.
 
-Lengths are in pixels of an image of side 256 and multiples of 4. So they are whole at every side
-that is a multiple of 64, and all copies meet the latent grid of an f=4 autoencoder alike.
-Neighbouring copies lie 4 modulo 8 pixels apart. They meet a grid of 8 pixels differently, so the
-coarser attention of a U-Net cannot copy them token by token.
+Lengths are in pixels of a 256-pixel image and multiples of 4, so they are whole at every size that
+is a multiple of 64, and all copies align with the latent grid of an f=4 autoencoder in the same
+way. Neighbouring copies are 4 modulo 8 pixels apart: they align differently with an 8-pixel grid,
+so a UNet's coarser attention cannot copy them token by token.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ CELLS_SHAPE = {"tiled": (5, 5), "mirrored": (32, 17)}
 
 @dataclass(frozen=True)
 class Group:
-    """Equal objects.
+    """Identical objects.
 
     Args:
         count: number of objects, 1 to 5.
@@ -76,20 +76,20 @@ class Group:
 
     @property
     def phrase(self) -> str:
-        """The group in words, such as "two small green striped hearts"."""
+        """The group as words, such as "two small green striped hearts"."""
         noun = self.shape if self.count == 1 else _plural(self.shape)
         return f"{COUNTS[self.count - 1]} {self.size} {self.color} {self.texture} {noun}"
 
 
 @dataclass(frozen=True)
 class Background:
-    """What lies behind the objects.
+    """What is behind the objects.
 
     Args:
         kind: one of `BACKGROUNDS`.
         color: a key of `BACKGROUND_COLORS`.
-        cells: of 0 and 1. The 5 x 5 tile of "tiled", in cells of 12 pixels. Or one half of
-            "mirrored", 32 x 17 cells of 8 pixels; the first column lies on the mirror axis and is 4
+        cells: cells of 0 and 1: the 5 x 5 tile of "tiled", 12 pixels per cell, or one half of
+            "mirrored", 32 x 17 cells of 8 pixels, whose first column is on the mirror axis and 4
             pixels wide. None for "plain".
     """
 
@@ -104,10 +104,10 @@ class Scene:
 
     Args:
         groups: one or two groups of objects.
-        placement: where the objects are. One of `SINGLE_PLACEMENTS` for one object, of
-            `MANY_PLACEMENTS` for one group of several, and of `RELATIONS` for two groups: how the
-            first lies to the second.
-        background: what lies behind them.
+        placement: where the objects are: one of `SINGLE_PLACEMENTS` for one object, of
+            `MANY_PLACEMENTS` for one group of several, and of `RELATIONS` for two groups, the first
+            relative to the second.
+        background: what is behind them.
     """
 
     groups: tuple[Group, ...]
@@ -127,13 +127,13 @@ class Scene:
 
     @property
     def has_copies(self) -> bool:
-        """Whether parts of the image should be copies of one another."""
+        """Whether parts of the image should be copies of each other."""
         repeated = any(group.motif is not None and group.count > 1 for group in self.groups)
         return repeated or self.background.cells is not None
 
     @property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """The bounding boxes of each group's objects: (left, top, side) in an image of side 256."""
+        """The bounding boxes of each group's objects: (left, top, side) in a 256-pixel image."""
         return layout(self.placement, self._members)
 
     @property

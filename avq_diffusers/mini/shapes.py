@@ -1,4 +1,4 @@
-"""Shapes and textures of objects as antialiased masks of their bounding box."""
+"""Shapes and textures of objects, as antialiased masks of their bounding box."""
 
 import math
 from functools import cache
@@ -12,14 +12,14 @@ Outline = list[tuple[float, float]]
 SIZES = {"small": 48, "medium": 72, "large": 96}
 
 _SUPERSAMPLING = 16
-# Share of its bounding box that a shape leaves free, so that antialiased edges stay inside.
+# Share of its bounding box that a shape leaves empty, so that antialiased edges stay inside.
 _INSET = 0.02
 
 
 def _polygon(
     corners: int, radii: tuple[float, ...], center: tuple[float, float] = (0.5, 0.5)
 ) -> Outline:
-    """Corners around a center, the first on top, with the radii used in turn."""
+    """Corners around a center, the first at the top, cycling through the radii."""
     angles = [2 * math.pi * i / corners - math.pi / 2 for i in range(corners)]
     return [
         (
@@ -56,7 +56,7 @@ def _cross() -> Outline:
     return corners
 
 
-# The outline of each shape in the unit square, y downwards, and the outline of what is cut out.
+# The outline of each shape in the unit square, y pointing down, and of what is cut out of it.
 _OUTLINES: dict[str, tuple[Outline, ...]] = {
     "circle": (_circle(0.5),),
     "square": ([(0.05, 0.05), (0.95, 0.05), (0.95, 0.95), (0.05, 0.95)],),
@@ -91,14 +91,14 @@ def shape_inside(shape: str, side: int) -> np.ndarray:
     """Pixels inside the shape and away from its edge: bool (side, side)."""
     edge = side // 24
     mask = Image.fromarray((shape_mask(shape, side)[..., 0] == 256).astype(np.uint8))
-    if edge > 0:  # a filter of one pixel ends the process in pillow 12.3
+    if edge > 0:  # a one-pixel filter crashes the process in pillow 12.3
         mask = mask.filter(ImageFilter.MinFilter(2 * edge + 1))
     return np.asarray(mask, bool)
 
 
 @cache
 def texture_weights(texture: str, side: int) -> np.ndarray:
-    """The shade's share of each pixel of the bounding box, 0 to 256: uint16 (side, side, 1)."""
+    """The shade's share of each pixel in the bounding box, 0 to 256: uint16 (side, side, 1)."""
     polygons: list[tuple[Outline, int]] = []
     if texture == "striped":
         polygons = [
@@ -117,11 +117,11 @@ def texture_weights(texture: str, side: int) -> np.ndarray:
 
 
 def _draw(side: int, polygons: list[tuple[Outline, int]]) -> np.ndarray:
-    """Antialiased polygons of the unit square, drawn in turn: uint16 from 0 to 256."""
+    """Antialiased polygons in the unit square, drawn in turn: uint16 from 0 to 256."""
     canvas = Image.new("L", (side * _SUPERSAMPLING,) * 2)
     draw = ImageDraw.Draw(canvas)
     for outline, value in polygons:
         draw.polygon([(x * canvas.width - 0.5, y * canvas.width - 0.5) for x, y in outline], value)
-    # From 255 to 256 for full coverage: mixing is then a shift, and exact inside the shape.
+    # Map 255 to 256 for full coverage: mixing is then a shift, and exact inside the shape.
     coverage = np.asarray(canvas.reduce(_SUPERSAMPLING), np.uint16)
     return coverage + (coverage > 127)

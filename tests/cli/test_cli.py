@@ -235,7 +235,7 @@ def test_tolerance_is_honoured(avq, model, ladder):
     code, output = avq("generate", PROMPT, *arguments, "--config", "M8P4C2", "--tolerance", "0.005")
     assert code == 0
     assert "ofexactattention's(asked:0.5%),attention" in output
-    assert squeezed("A tolerance is of the model's output (noise, velocity)") in output
+    assert squeezed("The tolerance is for the model's output (noise, velocity)") in output
     pipe = two_level_pipe()
     config = AVQConfig.parse("M8P4C2", levels=(0, 1))
     sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
@@ -331,7 +331,7 @@ def sd3(tmp_path_factory) -> str:
     ("options", "code", "count", "message"),
     [
         ("--num-refined 1", 0, 3, "M4P1C2AVQ(torchbackend)256AVQ:"),
-        ("--scalecrafter", 2, 1, "--scalecrafter dilates the convolutions of a UNet; this model"),
+        ("--scalecrafter", 2, 1, "--scalecrafter dilates a UNet's convolutions; this model"),
         ("--levels 1", 2, 1, "this model has no self-attention at level 1, only at levels 0"),
     ],
 )
@@ -579,6 +579,6 @@ def test_generate_says_that_the_memory_is_too_small(generate, monkeypatch, error
     monkeypatch.setattr(generation, "timed_image", Mock(side_effect=error))
     code, output = generate()
     assert code == 2
-    message = "the memory is too small for this size; try a smaller one, or --device cpu on a GPU."
+    message = "out of memory at this size; try a smaller one, or --device cpu on a GPU."
     assert output.endswith(squeezed(f"avq: {message}"))
     assert written() == []

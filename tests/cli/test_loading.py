@@ -48,7 +48,7 @@ def test_a_single_file_is_told_from_its_weights(tmp_path, monkeypatch, names, ex
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.ckpt", r"could not be loaded: weights are read from \.safetensors files only"),
+        ("model.ckpt", r"could not be loaded: weights are only read from \.safetensors files"),
         ("cut.safetensors", "could not be loaded: .*header"),
         ("lora.safetensors", "could not be loaded: it is not a complete Stable Diffusion model"),
     ],
@@ -96,7 +96,7 @@ def refiner():
             lambda: tiny_pipe(tiny_unet(sample_size=[16, 16])),
             "must have one training size, but its UNet has sample",
         ),
-        (pipeline_of_pixels, "has no VAE, as Stable Diffusion has"),
+        (pipeline_of_pixels, "has no VAE, unlike Stable Diffusion"),
         (refiner, "has no text_encoder, like SDXL's refiner; name a model"),
         (
             lambda: tiny_pipe(tiny_unet(in_channels=9), StableDiffusionInpaintPipeline),

@@ -105,6 +105,6 @@ def test_chunks_bound_the_memory_and_do_not_change_the_result(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(10, 5), (3, 10, 5), (2, 10, 4)])
 def test_assign_rejects_keys_of_another_layer(shape):
-    message = f"key must have shape (..., 2, keys, 5) to go with the codebook, but got {shape}."
+    message = f"key must have shape (..., 2, keys, 5) to match the codebook, but got {shape}."
     with pytest.raises(ValueError, match=re.escape(message)):
         assign(torch.zeros(shape), random_codebook(2, 3, 4, 5))

@@ -43,8 +43,7 @@ def test_to_converts_both_tensors_and_keeps_itself_where_nothing_changes():
             PARENTS,
             CHILDREN[..., :3],
             ValueError,
-            "children must have shape (2, 3, children, 5) to go with parents, but got "
-            "(2, 3, 4, 3).",
+            "children must have shape (2, 3, children, 5) to match parents, but got (2, 3, 4, 3).",
         ),
         (PARENTS, CHILDREN[:1], ValueError, "but got (1, 3, 4, 5)."),
         (PARENTS, PARENTS, ValueError, "but got (2, 3, 5)."),

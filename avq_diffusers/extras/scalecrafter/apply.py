@@ -1,13 +1,13 @@
 """Switch ScaleCrafter on and off: `apply_scalecrafter`, `remove_scalecrafter`, `scalecrafter`.
 
-The UNet chooses its convolutions by the timestep of each call. The hook that does this reads a
-scheduler's timesteps from the device once per image; for noise-damped guidance it also compares
-the latents there at each step. It stays outside compiled code. `torch.compile(unet)` makes one
-graph for each set of dilations that an image goes through: two, or nine at four times the training
-size. For nine, raise `torch._dynamo.config.recompile_limit` to 16. If the UNet must compile without
-a graph break (`fullgraph=True`), compile it by `pipe.unet = torch.compile(pipe.unet,
-fullgraph=True)` before `apply_scalecrafter`. Capturing a CUDA graph reads nothing: the graph holds
-the convolutions of the call before.
+A hook sets the UNet's convolutions by the timestep of each call. It reads a scheduler's timesteps
+from the device once per image; for noise-damped guidance it also compares the latents there at each
+step. It stays outside compiled code. `torch.compile(unet)` makes one graph per set of dilations
+that an image goes through: two, or nine at four times the training size. For nine, raise
+`torch._dynamo.config.recompile_limit` to 16. If the UNet must compile without a graph break
+(`fullgraph=True`), call `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before
+`apply_scalecrafter`. CUDA graph capture reads nothing: the graph keeps the convolutions of the
+previous call.
 """
 
 import math
@@ -44,24 +44,24 @@ def apply_scalecrafter(
 ) -> AnyModel:
     """Dilate the UNet's convolutions for images of this size, larger than it was trained on.
 
-    An earlier ScaleCrafter is removed first. Attention and ControlNets stay as they are. Img2img
-    of a strength below about .4 begins after the dilated part (.3 from 2.5 times the training size
-    on). The UNet then refuses latents of another size, and samplers without training timesteps
+    An earlier ScaleCrafter is removed first. Attention and ControlNets stay unchanged. Img2img with
+    a strength below about 0.4 (0.3 from 2.5 times the training size on) starts after the dilated
+    part. The UNet then refuses latents of another size, and samplers without training timesteps
     such as EDM's and IPNDM. It serves one thread at a time: all its convolutions follow the
-    timestep of the call under way.
+    timestep of the current call.
 
     Args:
         pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
-            generates, to know whether it guides. If another pipeline with the same UNet
-            (`from_pipe`) generates, damping is on or off by whether this one guided last; batches
-            that do not fit are refused.
-        height: of the images, in pixels; 8 per latent for a UNet without a pipeline.
+            generates, to know whether it uses guidance. If another pipeline with the same UNet
+            (`from_pipe`) generates, damping depends on whether this one last used guidance;
+            batches that do not fit are refused.
+        height: height of the images in pixels; 8 per latent for a UNet without a pipeline.
         width: likewise.
         config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
-            image and training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. They give others for
-            SD2.1 (20 dilated steps at 2 x 2) and for SDXL (at 2 x 2 no down block is dilated).
-            mini-sd at 2 x 2 is best with `MINI_SCALECRAFTER`.
-        training_size: in pixels; None takes what the UNet's config says.
+            image to training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. The authors use others
+            for SD2.1 (20 dilated steps at 2 x 2) and for SDXL (no dilated down block at 2 x 2).
+            mini-sd at 2 x 2 works best with `MINI_SCALECRAFTER`.
+        training_size: in pixels; None takes it from the UNet's config.
 
     Returns:
         `pipe`.
@@ -79,7 +79,7 @@ def apply_scalecrafter(
 
 
 def remove_scalecrafter(pipe: AnyModel) -> AnyModel:
-    """Undo `apply_scalecrafter`; without ScaleCrafter nothing happens.
+    """Undo `apply_scalecrafter`; does nothing without ScaleCrafter.
 
     Raises:
         TypeError: `pipe` has no UNet.
@@ -96,7 +96,7 @@ def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> Scal
 
     Args:
         pipe: a pipeline with a `unet`.
-        height, width: of the images, in pixels.
+        height, width: size of the images in pixels.
 
     Raises:
         TypeError, ValueError: as `apply_scalecrafter`.
@@ -118,7 +118,7 @@ def scalecrafter(
     """Apply ScaleCrafter inside the `with` block, then restore what was there before.
 
     Args:
-        pipe, height, width, config, training_size: as `apply_scalecrafter`.
+        pipe, height, width, config, training_size: as in `apply_scalecrafter`.
 
     Raises:
         TypeError, ValueError: as `apply_scalecrafter`.
@@ -134,7 +134,7 @@ def scalecrafter(
 
 
 class _ScaleCrafter:
-    """ScaleCrafter on one UNet: the re-dilated convolutions, and hooks on the UNet's calls."""
+    """ScaleCrafter on one UNet: its re-dilated convolutions, and hooks on its calls."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _ScaleCrafter:
             convolution.install()
         self.dilate(self.config.dilations_at(self.timestep))
         if self.pipe is not None:
-            # Flattened: the UNet empties the list with a T2I-Adapter's features.
+            # Flattened: the UNet empties the list of T2I-Adapter features.
             self.inputs = tree_flatten((args, kwargs))
 
     # Not recursive: the second evaluation runs compiled where the first does.
@@ -241,7 +241,7 @@ class _ScaleCrafter:
         if not hasattr(self.pipe, "do_classifier_free_guidance"):
             raise ValueError(
                 "the pipeline that ScaleCrafter was applied to has not run yet, and noise-damped "
-                "guidance must know whether it guides; apply it to the one that generates."
+                "guidance must know whether it uses guidance; apply it to the one that generates."
             )
         if not self.pipe.do_classifier_free_guidance:
             return None
@@ -292,7 +292,7 @@ def _convolutions(
             holders += [(sampler, "conv") for sampler in getattr(block, samplers, None) or ()]
         for holder, name in holders:
             convolution = getattr(holder, name)
-            convolution = getattr(convolution, "base_layer", convolution)  # of a LoRA
+            convolution = getattr(convolution, "base_layer", convolution)  # under a LoRA
             if (
                 isinstance(convolution, nn.Conv2d)
                 and (convolution.kernel_size, convolution.padding) == ((3, 3), (1, 1))
@@ -308,7 +308,7 @@ def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _is_pair(sample: Tensor) -> bool:
     if sample.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True  # capturing forbids reads; the call before was compared
+        return True  # capture forbids reads; the previous call was compared
     return torch.equal(*sample.tensor_split(2))
 
 

@@ -1,10 +1,10 @@
 """Re-dilated convolutions: the unchanged convolution on sub-grids of its input.
 
 A re-dilated convolution (dilation p, d = ceil(p), stride s) resizes its input by d / p, convolves
-with the same weights, dilation d and padding d, and resizes the result to the size without
-dilation. All resizing is bilinear; a whole p needs none. The unchanged convolution on d x d
-sub-grids (`sub_grids`) gives the same result. It works with whatever stands for the convolution:
-LoRA, quantized or offloaded layers.
+with the same weights, dilation d and padding d, and resizes the result to the undilated size. All
+resizing is bilinear; an integer p needs none. Running the unchanged convolution on d x d sub-grids
+(`sub_grids`) gives the same result, and works with LoRA, quantized or offloaded layers in its
+place.
 """
 
 import math
@@ -24,8 +24,8 @@ def sub_grids(x: Tensor, dilation: int, stride: int) -> Tensor:
     Args:
         x: (B, C, height, width).
         dilation: d.
-        stride: of the convolution. Above 1, each sub-grid starts with `stride` additional points,
-            because some points before its first one lie inside x.
+        stride: stride of the convolution. Above 1, each sub-grid starts with `stride` additional
+            points, because some points before its first one lie inside x.
 
     Returns:
         (B d d, C, h, w).
@@ -41,7 +41,7 @@ def sub_grids(x: Tensor, dilation: int, stride: int) -> Tensor:
     if any(padding):
         x = F.pad(x, padding)
     for axis, span in ((2, spans[1]), (3, spans[0])):
-        # A new last axis along each sub-grid; sub-grids overlap where the stride is above 1.
+        # A new last axis along each sub-grid; sub-grids overlap if the stride is above 1.
         x = x.unfold(axis, span, stride)[..., ::dilation]
     return x.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
 
@@ -52,7 +52,7 @@ def join_sub_grids(x: Tensor, dilation: int, stride: int, size: tuple[int, int])
     Args:
         x: (B d d, C, h, w).
         dilation: d.
-        stride: of the convolution.
+        stride: stride of the convolution.
         size: height and width of the result.
 
     Returns:
@@ -73,10 +73,10 @@ class RedilatedConvolution:
         block: the module that holds the convolution.
         attribute: its name there.
         level: UNet level.
-        stride: of the convolution.
+        stride: stride of the convolution.
 
     Attributes:
-        dilation: set before each call; 1 leaves the convolution as it is.
+        dilation: set before each call; 1 leaves the convolution unchanged.
     """
 
     def __init__(self, block: nn.Module, attribute: str, level: int, stride: int) -> None:
@@ -89,7 +89,7 @@ class RedilatedConvolution:
         self.handles: list[RemovableHandle] = []
 
     def install(self) -> None:
-        """Hook what the block holds now: loading a LoRA wraps the convolution."""
+        """Hook the block's current convolution: loading a LoRA wraps it."""
         module = getattr(self.block, self.attribute)
         if module is not self.module:
             self.uninstall()
@@ -120,7 +120,7 @@ class RedilatedConvolution:
         return (sub_grids(x, dilation, self.stride),)
 
     def join(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        """After the convolution: join the sub-grids and resize to the size without dilation."""
+        """After the convolution: join the sub-grids and resize to the undilated size."""
         if self.dilation == 1:
             return None
         scaled, plain = (

@@ -1,4 +1,4 @@
-"""What ScaleCrafter does for an image size, and settings: the authors' for SD1.5, mini-sd's own."""
+"""ScaleCrafter's settings per image size: the authors' for SD1.5, and mini-sd's own."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from avq_diffusers.config import check_int
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
 
-# The paper's settings count iterations of DDIM with 50 steps.
+# The paper's settings count steps of DDIM with 50 steps.
 NUM_STEPS = 50
 
 
@@ -15,19 +15,19 @@ class ScaleCrafterConfig:
     """What ScaleCrafter does for one image size.
 
     Attributes:
-        dilations: of the convolutions at UNet level 0 (highest resolution), 1, and so on. The last
-            one serves all deeper levels and the middle block. 1 leaves a level as it is.
-        num_dilated_steps: how many of the first of 50 denoising steps are dilated. With another
-            sampler or number of steps: the timesteps that these steps cover.
-        progressive: dilations fall, step by step, to 2.
+        dilations: dilation of the convolutions at UNet level 0 (highest resolution), 1, and so on.
+            The last one serves all deeper levels and the middle block. 1 leaves a level unchanged.
+        num_dilated_steps: dilate this many steps, the first of 50. With another sampler or number
+            of steps: the timesteps that these steps cover.
+        progressive: dilations decrease step by step to 2.
         damped_dilations: for noise-damped guidance, the weaker dilations of a second evaluation.
             The guided noise is weak(uncond) + w (strong(text) - strong(uncond)). None for ordinary
             guidance.
-        downsamplers: the convolutions of stride 2 are dilated too, as the authors do.
+        downsamplers: dilate stride-2 convolutions, too, as the authors do.
 
     Raises:
         TypeError: the number of steps is not an int.
-        ValueError: a field is out of its range.
+        ValueError: a field is out of range.
     """
 
     dilations: tuple[float, ...]
@@ -56,11 +56,11 @@ class ScaleCrafterConfig:
 
         Args:
             timestep: from 0 to 999.
-            damped: take those of the weaker evaluation; None without noise-damped guidance.
+            damped: for the weaker evaluation; gives None without noise-damped guidance.
         """
         dilations = self.damped_dilations if damped else self.dilations
-        # DDIM's step i lies at 980 - 20 i, 981 - 20 i or 999 - 20 i, by the scheduler's spacing.
-        # Divided last: .58 * 50 is a little less than 29.
+        # DDIM's step i is at 980 - 20 i, 981 - 20 i or 999 - 20 i, depending on the spacing.
+        # Divided last: 0.58 * 50 is slightly less than 29.
         elapsed = (NUM_TRAIN_TIMESTEPS - 1 - timestep) * NUM_STEPS
         step = max(0, math.floor(elapsed / NUM_TRAIN_TIMESTEPS))
         if dilations is None or step >= self.num_dilated_steps:
@@ -75,7 +75,7 @@ class ScaleCrafterConfig:
 
 
 def at_level(dilations: tuple[float, ...], level: int) -> float:
-    """The entry of `dilations` for a UNet `level`; the last one serves all deeper levels."""
+    """The entry of `dilations` for a UNet `level`; the last one covers all deeper levels."""
     return dilations[min(level, len(dilations) - 1)]
 
 
@@ -108,8 +108,8 @@ def _are_dilations(values: object) -> bool:
     )
 
 
-# The authors' settings for SD1.5, whose training size is 512, with DDIM, 50 steps and guidance 7.5.
-# Their dilate_tau is num_dilated_steps; their ndcfg_tau is 0 or the same.
+# The authors' settings for SD1.5 (training size 512) with DDIM, 50 steps and guidance 7.5. Their
+# dilate_tau is num_dilated_steps; their ndcfg_tau is 0 or the same.
 SD15_1024 = ScaleCrafterConfig(dilations=(1, 2), num_dilated_steps=30)
 SD15_1280 = ScaleCrafterConfig(dilations=(1, 2.5), num_dilated_steps=35)
 SD15_2048 = ScaleCrafterConfig(
@@ -128,6 +128,6 @@ SETTINGS = {
     (4, 4): SD15_2048,
 }
 
-# At twice mini-sd's training size. Steps without dilation, the last ones too, return objects and
-# tiles to the size that they have in training. Dilated downsamplers deform them.
+# For twice mini-sd's training size. Undilated steps, even late ones, shrink objects and tiles back
+# to their size in training. Dilated downsamplers deform them.
 MINI_SCALECRAFTER = ScaleCrafterConfig(dilations=(1, 2), num_dilated_steps=50, downsamplers=False)
