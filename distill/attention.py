@@ -1,7 +1,7 @@
-"""Functions that attend in place of AVQ, as `replace_attention` takes them, and train.
+"""Trainable functions that attend in place of AVQ, for `replace_attention`.
 
 A function takes the arguments of `avq_attention`. A module becomes a child of the layer that it
-serves, so it moves, trains and is saved with the model.
+serves, so it is moved, trained and saved with the model.
 
 Shapes: B batch, H heads, N tokens, D head dim.
 """
@@ -22,11 +22,11 @@ CHILD = "token_attention"
 def train_attention(
     model: nn.Module, functions: Mapping[str, Callable[..., tuple[Tensor, str]]], config: AVQConfig
 ) -> None:
-    """`replace_attention` by functions that may be modules.
+    """`replace_attention` with functions that may be modules.
 
     Args:
-        model: as for `apply_avq`.
-        functions: by the names of the layers of `config`.
+        model: as in `apply_avq`.
+        functions: layer name -> function, for the layers of `config`.
         config: layers, sizes and order.
     """
     replace_attention(model, functions, config)
@@ -53,5 +53,5 @@ def exact_attention(
 
 
 def with_sinks(tokens: Tensor, sinks: Tensor | None) -> Tensor:
-    """The sinks, if any, before the tokens."""
+    """The tokens with the sinks, if any, prepended."""
     return tokens if sinks is None else torch.cat([sinks, tokens], dim=2)

@@ -30,22 +30,22 @@ class ObjectiveConfig(Config):
         noise_weight: weight of the loss of the predicted noise.
         output_weight: weight of the distance to the teacher's prediction.
         guided_weight: weight of the distance between the guided predictions of student and
-            teacher, by which samplers step. Above 0, every image passes the UNets twice, with its
+            teacher, which samplers step by. Above 0, each image passes the UNets twice, with its
             caption and with an empty one.
         guidance_scale: scale of classifier-free guidance in this distance. At 3, independent errors
-            of both passes count 13 times.
+            of the two passes count 13 times.
         feature_weight: weight of the distance to the teacher's attention outputs.
         commitment_weight: weight of the commitment loss, `commitment_loss` / head dim.
-        weighting_scheme: weights of the output, guided and feature losses of an image by its
-            timestep, over the mean of the weights over all timesteps. `"none"` weights all alike.
-            `"inverse_alpha"` is 1 / alpha(t), where alpha(t) = sqrt(alphas_cumprod[t]) is the share
-            of the image in the latents, so that the first denoising steps count more. `"sampling"`
-            is about what an error of the predicted noise at t adds to an image in 25 steps, for
-            models that predict noise.
+        weighting_scheme: weights an image's output, guided and feature losses by its timestep,
+            normalized to mean 1 over all timesteps. `"none"` weights all alike. `"inverse_alpha"`
+            is 1 / alpha(t), where alpha(t) = sqrt(alphas_cumprod[t]) is the share of the image in
+            the latents, so that the first denoising steps count more. `"sampling"` approximates
+            what an error in the predicted noise at t adds to an image in 25 steps, for models that
+            predict noise.
         full_spawning: refine all parents during training and ignore `avq.num_refined` and
             `avq.exact_keys`.
         project_children: keep the mean of each parent's children at the parent.
-        diveq: train the codewords by gradients instead of EMA.
+        diveq: train the codewords with gradients instead of EMA.
     """
 
     noise_weight: Weight = 1.0
@@ -62,11 +62,11 @@ class ObjectiveConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class CodebookConfig(Config):
-    """How codebooks start and learn.
+    """How codebooks are initialized and learned.
 
     Args:
-        start_images: number of images whose keys initialize k-means.
-        keys_per_layer: number of these keys that each layer samples.
+        start_images: number of images whose keys k-means starts from.
+        keys_per_layer: number of these keys sampled per layer.
         decay_start: EMA decay of the first step.
         decay_end: EMA decay after the warm-up.
         decay_warmup_steps: number of optimizer steps of the warm-up.
@@ -89,7 +89,7 @@ class SampleConfig(Config):
     """The sheets that compare images of teacher and student.
 
     Args:
-        every: number of optimizer steps between two sheets; None saves one at the end only.
+        every: number of optimizer steps between two sheets; None only saves one at the end.
         prompts: one image each; image i has seed `seed + i`.
         num_inference_steps: number of denoising steps.
         guidance_scale: scale of classifier-free guidance.
@@ -117,13 +117,13 @@ class DistillConfig(Config):
         seed: seed of all random numbers.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
             that exports nothing.
-        avq: sizes, and the `levels` whose self-attentions are replaced. `codewords: stored` trains
+        avq: sizes, and the `levels` whose self-attention is replaced. `codewords: stored` trains
             codebooks; `codewords: means` takes the codewords from the keys of each call, so that
-            only the projections are trained. In place of them, a file may name a saved
+            only the projections are trained. Instead of sizes, a file may name a saved
             `ErrorProfile` of the base model, `profile: FILE`, and a `tolerance`.
         data: images and captions.
         objective: losses.
-        codebooks: start and updates of the codebooks; None with `codewords: means`.
+        codebooks: initialization and updates of the codebooks; None with `codewords: means`.
         steps: number of optimizer steps.
         batch_size: images per step, over all micro-batches and processes.
         micro_batch_size: images per forward pass of one process.
@@ -138,7 +138,7 @@ class DistillConfig(Config):
         compile: compile the teacher, and the student unless it uses gradient checkpointing, which
             would break its graph into many small ones. On a GPU they become CUDA graphs.
         log_every: number of steps between two lines of `log.jsonl`.
-        checkpoint_every: number of steps between two checkpoints; None saves one at the end only.
+        checkpoint_every: number of steps between two checkpoints; None only saves one at the end.
         keep_checkpoints: number of newest checkpoints to keep.
         samples: sheets of sample images.
         tracker: a tracker of accelerate, such as `"tensorboard"` or `"wandb"`, or None.
@@ -173,12 +173,12 @@ class DistillConfig(Config):
 
     @classmethod
     def resolved(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Put what `avq.profile` chooses within `avq.tolerance` in place of the section.
+        """Replace the `avq` section by what `avq.profile` chooses within `avq.tolerance`.
 
         Raises:
             OSError: the profile cannot be read.
             TypeError: the tolerance is not a number.
-            ValueError: the profile is none, or the tolerance is missing or out of range.
+            ValueError: the file is not a profile, or the tolerance is missing or out of range.
         """
         section = values.get("avq")
         if not isinstance(section, dict) or "profile" not in section:

@@ -1,7 +1,7 @@
-"""Configurations: frozen dataclasses, and YAML files that say what differs from their defaults.
+"""Configurations: frozen dataclasses, and YAML files that state what differs from their defaults.
 
-A field's type says which values it takes: `steps: Count`, `precision: Literal["fp32", "bf16"]`.
-Nested dataclasses are sections of the file. `base: NAME.yaml` names a file of the same folder that
+A field's type defines its valid values: `steps: Count`, `precision: Literal["fp32", "bf16"]`.
+Nested dataclasses are sections of the file. `base: NAME.yaml` names a file in the same folder that
 this one starts from; sections are merged, other values replaced.
 """
 
@@ -30,12 +30,12 @@ from avq_diffusers.options import LARGEST_SEED
 
 ConfigType = TypeVar("ConfigType", bound="Config")
 
-# `safe_load` lets these through for values that contradict their tag, and for deep nesting.
+# `safe_load` also raises these, for values that contradict their tag and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
 
 
 class Values(NamedTuple):
-    """The values that a field takes, and how a message calls them."""
+    """The values that a field takes, and how messages describe them."""
 
     hold: Callable[[Any], bool]
     named: str
@@ -53,15 +53,15 @@ Decay = Annotated[float, Values(lambda x: 0 <= x < 1, "in [0, 1)")]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A configuration that checks its values by the types of its fields when it is built.
+    """A configuration that checks its values against its field types when built.
 
     Raises:
-        ValueError: a value is not one that its field takes.
+        ValueError: a field has an invalid value.
     """
 
     @classmethod
     def resolved(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Replace what a file may say in short by the values of fields."""
+        """Expand shorthands that a file may use into field values."""
         return values
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Config:
 
 
 def _values(hint: Any) -> Values | None:
-    """What a type says of its values, or those in a tuple; None if it takes all."""
+    """The constraint in a type, or in a tuple's items; None if any value is valid."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
@@ -85,7 +85,7 @@ def _values(hint: Any) -> Values | None:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a duplicate key, where YAML takes the last value silently."""
+    """Refuses duplicate keys, where YAML silently takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = [str(key.value) for key, _ in node.value]
@@ -100,7 +100,7 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
     Raises:
         FileNotFoundError: the file or its base does not exist.
         ValueError: a key is unknown, missing or repeated, or a value is out of range.
-        TypeError: a value has the wrong type. The message names all such problems.
+        TypeError: a value has the wrong type. The message lists all problems.
     """
     values = _read(Path(path), ())
     for override in overrides:
@@ -172,7 +172,7 @@ def _parse_yaml(text: str | bytes, complaint: str) -> Any:
 
 
 def _read(path: Path, derived: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a file and the files that it starts from; `derived` are those that start from it."""
+    """Read a file and its bases; `derived` are the files that start from it."""
     values = _parse_yaml(path.read_bytes(), f"{path} is not a YAML file")
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a YAML mapping, but holds {type(values).__name__}.")
@@ -195,7 +195,7 @@ def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    """Builds dataclasses from the values of a file, and collects what is wrong with them."""
+    """Builds dataclasses from a file's values and collects the problems."""
 
     def __init__(self, source: str) -> None:
         self.source = source

@@ -13,7 +13,7 @@ class DataError(ValueError):
 
 @contextmanager
 def exit_on(*kinds: type[Exception], code: int) -> Iterator[None]:
-    """Print the message of such an exception and end the command with this exit code."""
+    """Print the message of such an exception and exit with this code."""
     try:
         yield
     except kinds as error:

@@ -1,4 +1,4 @@
-"""Metrics of a run: lines of `log.jsonl`, and a tracker."""
+"""Metrics of a run: `log.jsonl`, and a tracker."""
 
 import json
 import math
@@ -20,8 +20,8 @@ PROJECT = "avq-distill"
 class Log:
     """The log of a run on disk, one JSON object per line, and its tracker, if it has one.
 
-    Only the main process writes, also the run's configuration. Lines after `step` and lines of the
-    end (`final`) are dropped, because the run writes them again. Metrics per layer are mappings;
+    Only the main process writes, including the run's configuration. Lines after `step` and lines
+    marked `final` are dropped, because the run writes them again. Per-layer metrics are mappings;
     the tracker gets them as `metric/layer`. `last` is the last line.
 
     Raises:
@@ -57,7 +57,7 @@ class Log:
 
 
 class Meter:
-    """Adds up the losses of the steps after `step`, on their device."""
+    """Sums the losses of the steps after `step`, on their device."""
 
     def __init__(self, accelerator: Accelerator, step: int) -> None:
         self.accelerator, self.step = accelerator, step
@@ -65,12 +65,12 @@ class Meter:
         self.totals: dict[str, Tensor] = {}
 
     def add(self, losses: Mapping[str, Tensor]) -> None:
-        """Add the losses of a step, scalars."""
+        """Add a step's scalar losses."""
         for name, value in losses.items():
             self.totals[name] = self.totals.get(name, 0) + value.detach().float()
 
     def means(self, step: int, batch_size: int) -> dict[str, float]:
-        """Return the means of all steps up to `step` and processes, and `samples_per_second`.
+        """Return the means over processes and all steps up to `step`, and `samples_per_second`.
 
         Raises:
             FloatingPointError: a mean is not finite.
@@ -84,7 +84,7 @@ class Meter:
         if not all(math.isfinite(value) for value in watched.values()):
             listed = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
             raise FloatingPointError(
-                f"training stopped: a loss or gradient of the {count} steps up to {step} is not "
+                f"training stopped: a loss or gradient in the {count} steps up to {step} is not "
                 f"finite ({listed}); the last checkpoint is older."
             )
         speed = count * batch_size / (time.monotonic() - self.started)
@@ -97,7 +97,7 @@ def log_path(output: Path) -> Path:
 
 
 def _rounded(value: Any) -> Any:
-    """Round all numbers but counts to six digits."""
+    """Round all numbers except counts to six digits."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -22,12 +22,12 @@ from distill.stored import update_codebooks
 
 
 def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
-    """Make the remaining steps and export the student.
+    """Run the remaining steps and export the student.
 
     Args:
-        run: its remaining steps are made.
-        config_name: goes into the summary of the export.
-        repo: repository of the Hub that the export is pushed to; None pushes nothing.
+        run: the run to finish.
+        config_name: recorded in the export's summary.
+        repo: Hub repository to push the export to; None pushes nothing.
 
     Raises:
         FloatingPointError: a loss is not finite.
@@ -39,7 +39,7 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
     log = Log(run.output, config, accelerator, run.step)
     sheet = sheet_path(run.output, run.step)
     is_sampled = run.step > 0 and is_due(run.step, config.samples.every, config)
-    if is_main and is_sampled and not sheet.exists():  # a killed run may lack it
+    if is_main and is_sampled and not sheet.exists():  # missing if the run was killed
         save_sheet(sheet, objective, config, run.pipe)
     meter = Meter(accelerator, run.step)
     objective.train()
@@ -73,7 +73,7 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
             )
             if not (is_saved or is_sampled or is_logged):
                 continue
-            # Raises for a loss that is not finite, before anything is saved.
+            # Raises if a loss is not finite, before anything is saved.
             means = meter.means(run.step, config.batch_size)
             if is_main:
                 if accelerator.device.type == "cuda":
@@ -101,7 +101,7 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
 
 
 def is_due(step: int, every: int | None, config: DistillConfig) -> bool:
-    """Return whether something that happens every so many steps, and at the end, is due."""
+    """Return whether something that happens every `every` steps, and at the end, is due."""
     return step == config.steps or (every is not None and step % every == 0)
 
 
@@ -117,7 +117,7 @@ def train_step(
     config: DistillConfig,
     accelerator: Accelerator,
 ) -> dict[str, Tensor]:
-    """Make one optimizer step; return its mean losses and gradient norm, on the device."""
+    """Run one optimizer step; return its mean losses and gradient norm, on the device."""
     totals: dict[str, Tensor] = {}
     for _ in range(accelerator.gradient_accumulation_steps):
         with accelerator.accumulate(model):
@@ -152,7 +152,7 @@ def training_summary(run: Run, last: Mapping[str, Any], config_name: str) -> dic
 def layer_metrics(objective: Objective) -> dict[str, dict[str, float]]:
     """Return the objective's diagnostics by name and layer, averaged over heads.
 
-    The host waits for the device once.
+    Synchronizes with the device once.
     """
     found = objective.diagnostics()
     if not found:

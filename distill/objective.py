@@ -1,4 +1,4 @@
-"""`Objective`: the losses of distillation, and the codebooks that learn from the keys.
+"""`Objective`: the distillation losses, and the codebooks that learn from the keys.
 
 Students with own codewords have no codebooks and no commitment loss.
 
@@ -13,9 +13,9 @@ feature     mean over replaced layers of MSE_w(student attn1 output, teacher att
 commitment  mean over replaced layers of MSE(keys, their leaves): the paper's E |k - leaf|^2,
             `commitment_loss`, over the head dim
 
-MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is 1, or a weight over
-            its mean over all timesteps: with weighting_scheme inverse_alpha 1 / alpha(t), where
-            alpha(t) = sqrt(alphas_cumprod[t]), with sampling `sampling_weights`
+MSE_w       mean over images of w(t) MSE, with t the image's timestep. w is 1, or a weight divided
+            by its mean over all timesteps: 1 / alpha(t) with weighting_scheme inverse_alpha, where
+            alpha(t) = sqrt(alphas_cumprod[t]), `sampling_weights` with sampling
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,27 +42,27 @@ SAMPLING_STEPS = 25
 class Objective(nn.Module):
     """A frozen teacher, a student that shares its frozen weights, and the losses between them.
 
-    `student` and `teacher` are UNets. Parameters, buffers, state and mode of this module cover the
-    replaced layers only, so build it on its final device.
+    `student` and `teacher` are UNets. This module's parameters, buffers, state and mode only cover
+    the replaced layers, so build it on its final device.
 
     Args:
         teacher: UNet, frozen and converted here. The student starts from copies of its replaced
-            self-attentions and shares all other tensors.
+            self-attention layers and shares all other tensors.
         config: levels to replace, and sizes. `codewords="means"` is for own codewords.
-        settings: weights of the losses, and what is trained. With `diveq`, the names of the
-            codewords as parameters end in `_codewords`, and forward passes in training mode use
-            torch's global generators.
+        settings: loss weights, and what is trained. With `diveq`, the codewords are parameters
+            whose names end in `_codewords`, and forward passes in training mode use torch's global
+            generators.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"` for the
             teacher's own. Only AVQ with stored codewords has codebooks.
-        teacher_dtype: dtype of the teacher and of the student's frozen weights, with and without
-            autocast. None keeps that of the teacher. The trained weights are float32.
-        alphas_cumprod: (T,), of the noise schedule. Only a `weighting_scheme` needs it.
-        empty_text_states: (1, tokens, channels), the output of the text encoder for an empty
-            caption. Only a `guided_weight` above 0 needs it.
+        teacher_dtype: dtype of the teacher and of the student's frozen weights, with or without
+            autocast. None keeps the teacher's. Trained weights are float32.
+        alphas_cumprod: (T,), from the noise schedule. Only a `weighting_scheme` needs it.
+        empty_text_states: (1, tokens, channels), the text encoder's output for an empty caption.
+            Only a `guided_weight` above 0 needs it.
 
     Raises:
         ValueError: `teacher` has no self-attention at a level or for an override, `diveq` lacks AVQ
-            attention and full spawning, a `weighting_scheme` lacks `alphas_cumprod` above 0, or
+            attention or full spawning, a `weighting_scheme` lacks `alphas_cumprod` above 0, or
             `guided_weight` lacks `empty_text_states`.
     """
 
@@ -84,13 +84,13 @@ class Objective(nn.Module):
         student = make_student(
             teacher, config, settings, attention=attention, teacher_dtype=teacher_dtype
         )
-        # nn.Module's own setattr would add every frozen weight to the state.
+        # nn.Module's setattr would add every frozen weight to the state.
         object.__setattr__(self, "teacher", teacher)
         object.__setattr__(self, "student", student)
         layers = select_layers(student, config.levels, config.exact)
         self.names = [layer.name for layer in layers]
         self.layers = nn.ModuleList(layer.attn for layer in layers)
-        # The teacher's own weights may be rounded to `teacher_dtype`.
+        # The teacher's weights may get rounded to `teacher_dtype`.
         self.original_projections = self.projections()
         self.weights = {
             "noise": settings.noise_weight,
@@ -102,7 +102,7 @@ class Objective(nn.Module):
         self.is_guided = settings.guided_weight > 0
         self.guidance_scale = settings.guidance_scale
         self.has_graphs = False
-        # Not buffers, because buffers are those of the replaced layers.
+        # Not buffers: those are reserved for the replaced layers.
         self.empty_text_states = empty_text_states
         self.timestep_weights: Tensor | None = None
         if settings.weighting_scheme != "none":
@@ -111,7 +111,7 @@ class Objective(nn.Module):
 
     @property
     def stored(self) -> dict[str, StoredAttention]:
-        """The attentions with codebooks by layer name."""
+        """The attention modules with codebooks, by layer name."""
         pairs = zip(self.names, self.layers, strict=True)
         found = {name: getattr(attn, CHILD, None) for name, attn in pairs}
         return {name: x for name, x in found.items() if x is not None}
@@ -124,9 +124,9 @@ class Objective(nn.Module):
     def compile_unets(self, *, student: bool) -> None:
         """Compile the teacher and, with `student`, the student; on a GPU into CUDA graphs.
 
-        A graph launches the kernels of a UNet at once. One by one they take the host longer than
-        they take the GPU where a batch has few images. What a UNet returned is overwritten by the
-        next call of `forward`, hence set gradients to zero in place, not to None.
+        A graph launches a UNet's kernels at once; with few images per batch, separate launches take
+        the host longer than the kernels take the GPU. The next call of `forward` overwrites what a
+        UNet returned, so zero gradients in place, do not set them to None.
         """
         self.has_graphs = self.teacher.device.type == "cuda"
         mode = "reduce-overhead" if self.has_graphs else "default"
@@ -134,7 +134,7 @@ class Objective(nn.Module):
         if student:
             self.student.compile(mode=mode)
         for parameter in self.parameters():
-            if parameter.requires_grad:  # else the first gradient would lie in memory of a graph
+            if parameter.requires_grad:  # or the first gradient would be in a graph's memory
                 parameter.grad = torch.zeros_like(parameter)
 
     def forward(
@@ -142,14 +142,14 @@ class Objective(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the unweighted losses and their weighted sum `loss`, float32 scalars.
 
-        In training mode the keys enter the commitment loss, and the statistics for
-        `update_codebooks`; else there is neither. With a `guided_weight`, keys and features are
-        those of the passes with and without caption.
+        In training mode the keys enter the commitment loss and the statistics for
+        `update_codebooks`; otherwise there is neither. With a `guided_weight`, keys and features
+        come from both passes, with and without caption.
 
         Args:
             noisy_latents: (B, 4, h, w).
             timesteps: (B,).
-            text_states: (B, tokens, channels), the output of the text encoder.
+            text_states: (B, tokens, channels), the text encoder's output.
             target: (B, 4, h, w), the noise or velocity to predict.
         """
         if self.has_graphs:
@@ -163,7 +163,7 @@ class Objective(nn.Module):
         teacher_layers = [self.teacher.get_submodule(name) for name in self.names]
         with torch.no_grad(), recorded(teacher_layers) as teacher_features:
             teacher_output = predict(self.teacher, *inputs)
-        # The hooks are removed before gradient checkpointing runs the layers again.
+        # The hooks are removed before gradient checkpointing reruns the layers.
         with recorded(self.layers) as features, recorded(quantizers) as leaves:
             output = predict(self.student, *inputs)
 
@@ -189,12 +189,12 @@ class Objective(nn.Module):
         return {**losses, "loss": loss}
 
     def guided(self, output: Tensor, empty: Tensor) -> Tensor:
-        """Return the prediction of classifier-free guidance, float32."""
+        """Return the prediction with classifier-free guidance, float32."""
         return torch.lerp(empty.float(), output.float(), self.guidance_scale)
 
     @torch.no_grad()
     def teacher_keys(self, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
-        """Yield the keys (H, N, D) of each image in the teacher, by the layers of `stored`.
+        """Yield the teacher's keys (H, N, D) for each image, by the layers of `stored`.
 
         Args:
             batches: arguments of `forward`.
@@ -216,7 +216,7 @@ class Objective(nn.Module):
         """Return metrics per head, (H,), by layer name and metric, without a host sync.
 
         The metrics are `quantization_error`, `active_ratio` and, unless the codebook is flat,
-        `capture` of `config.num_refined` parents on one image at the cost of exact attention.
+        `capture` of `config.num_refined` parents on one image, at the cost of exact attention.
         """
         return {name: attention.diagnostics() for name, attention in self.stored.items()}
 
@@ -224,7 +224,7 @@ class Objective(nn.Module):
     def projections(self) -> dict[str, dict[str, Tensor]]:
         """Return float32 copies of the tuned projections, by layer and by name in `attn1`.
 
-        A name is for example `to_out.0.bias`. LinFusion's phi are included.
+        Names are such as `to_out.0.bias`. LinFusion's phi is included.
         """
         pairs = zip(self.names, self.layers, strict=True)
         return {name: tuned_parameters(attn) for name, attn in pairs}
@@ -242,8 +242,8 @@ class Objective(nn.Module):
 def predict(
     unet: UNet2DConditionModel, noisy_latents: Tensor, timesteps: Tensor, text_states: Tensor
 ) -> Tensor:
-    """Return the UNet's output in its own dtype."""
-    dtype = unet.conv_in.weight.dtype  # `unet.dtype` visits every module, for milliseconds
+    """Return the UNet's output in the UNet's dtype."""
+    dtype = unet.conv_in.weight.dtype  # `unet.dtype` visits every module, which takes milliseconds
     noisy_latents, text_states = noisy_latents.to(dtype), text_states.to(dtype)
     # Autocast would run the norms of a half-precision UNet in float32.
     is_half = dtype != torch.float32
@@ -252,7 +252,7 @@ def predict(
 
 
 def timestep_weights(scheme: str, alphas_cumprod: Tensor | None) -> Tensor:
-    """Return the weights of a scheme over their mean, (T,).
+    """Return the weights of a scheme, normalized to mean 1, (T,).
 
     Raises:
         ValueError: `alphas_cumprod` is missing or not above 0.

@@ -1,4 +1,4 @@
-"""Sample sheets: images of the teacher beside images of the student."""
+"""Sample sheets: the teacher's images next to the student's."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from distill.objective import Objective
 def save_sheet(
     path: Path, objective: Objective, config: DistillConfig, pipe: StableDiffusionPipeline
 ) -> None:
-    """Generate the prompts of the config with teacher and student, and save them as a PNG.
+    """Generate the config's prompts with teacher and student, and save the sheet as a PNG.
 
-    The student is the one that the run would export now, with `config.avq.num_refined`.
+    The student is what the run would export now, with `config.avq.num_refined`.
     """
     half = pipe.unet.dtype != torch.float32  # VAE and text encoder are float32
-    # A compiled teacher would compile again for every shape and processor.
+    # A compiled teacher would recompile for every shape and processor.
     with (
         torch.compiler.set_stance("force_eager"),
         torch.autocast(pipe.device.type, pipe.unet.dtype, enabled=half),
@@ -65,7 +65,7 @@ def generate(pipe: StableDiffusionPipeline, config: DistillConfig, bar: tqdm) ->
 def student_in(
     pipe: StableDiffusionPipeline, objective: Objective, config: DistillConfig
 ) -> Iterator[None]:
-    """Let the pipeline generate with the student while the block runs."""
+    """Make the pipeline generate with the student while the block runs."""
     teacher = pipe.unet
     if config.attention == "avq":
         apply_avq(pipe, make_codebooks(objective, config).to(pipe.device), route="always")

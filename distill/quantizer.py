@@ -1,4 +1,4 @@
-"""`Quantizer`: the codebook of one layer in training, and the quantization of the layer's keys.
+"""`Quantizer`: one layer's codebook in training, and the quantization of the layer's keys.
 
 Shapes: B batch, H heads, N keys, D head dim, M0 parents, C children per parent.
 """
@@ -21,7 +21,7 @@ from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_up
 
 # Variance of DiVeQ's noise in each dimension.
 DIVEQ_VARIANCE = 1e-3
-# Keys per head kept from the last batch, for diagnostics and as targets of dead codewords.
+# Keys per head kept from the last batch, for diagnostics and as targets for dead codewords.
 KEPT_KEYS = 4096
 
 
@@ -31,7 +31,7 @@ class Leaves(NamedTuple):
     Args:
         key: (B, H, N, D) float32.
         codeword: (B, H, N, D), the codeword of each key's leaf.
-        leaf: (B, H, N) int64 of `assign_leaves`.
+        leaf: (B, H, N) int64 from `assign_leaves`.
     """
 
     key: Tensor
@@ -52,8 +52,8 @@ class Quantizer(nn.Module):
     Args:
         num_heads: H.
         head_dim: D.
-        config: of this layer, overrides resolved.
-        constrain: make the children of each parent average to it.
+        config: this layer's configuration, overrides resolved.
+        constrain: make each parent's children average to it.
         diveq: train the codewords as parameters (Vali et al. 2026, "DiVeQ: Differentiable Vector
             Quantization Using the Reparameterization Trick").
     """
@@ -78,15 +78,15 @@ class Quantizer(nn.Module):
         per_cell = 1 + config.num_children
         self.register_buffer("ema_key_sums", torch.full((*cells, per_cell, head_dim), math.nan))
         self.register_buffer("ema_counts", torch.full((*cells, per_cell), math.nan))
-        # Of the current optimizer step. Not buffers, because DDP may broadcast those.
+        # For the current optimizer step. Not buffers, because DDP may broadcast those.
         self.statistics: tuple[Tensor, Tensor] | None = None
         self.kept_keys: Tensor | None = None
 
     def codebook(self) -> Codebook:
-        """The current codewords. Without DiVeQ they share memory with this module."""
+        """The current codewords; without DiVeQ they share this module's memory."""
         children = self.child_codewords
         if self.diveq and self.constrain:
-            # Part of the graph, so gradients of children reach their parent.
+            # Part of the graph, so children's gradients reach their parent.
             shift = children.mean(dim=2) - self.parent_codewords
             children = children - shift[:, :, None]
         return Codebook(self.parent_codewords, children, check_finite=False)
@@ -105,7 +105,7 @@ class Quantizer(nn.Module):
         training mode adds a little noise.
         """
         key, codeword = leaves.key, leaves.codeword
-        # A common offset would cost digits in half precision.
+        # A common offset would cost precision in half precision.
         centre = centre_of(self.parent_codewords.detach())
         if not self.diveq:
             return codeword - centre + (key - key.detach())
@@ -116,7 +116,7 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def start(self, codebook: Codebook, ema_counts: Tensor) -> None:
-        """Begin with a codebook whose codewords stand for `ema_counts` keys per step."""
+        """Start from a codebook whose codewords stand for `ema_counts` keys per step."""
         self.ema_counts.copy_(ema_counts)
         self._set_codebook(codebook)
         self.ema_key_sums.copy_(codebook.leaves * ema_counts[..., None])
@@ -132,14 +132,14 @@ class Quantizer(nn.Module):
         # An odd stride visits every column of a grid whose width is a power of two.
         stride = math.ceil(key.shape[0] * key.shape[2] / KEPT_KEYS) | 1
         kept = key[:, :, ::stride].movedim(1, 0).flatten(1, 2)
-        # NCCL broadcasts contiguous tensors only.
+        # NCCL only broadcasts contiguous tensors.
         self.kept_keys = kept.clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
-        """Update by the statistics of all processes, once after each optimizer step.
+        """Update from the statistics of all processes, once after each optimizer step.
 
-        With DiVeQ only the counts are used; the optimizer moves the codewords.
+        With DiVeQ, only the counts are used; the optimizer moves the codewords.
         """
         key_sums, counts = self.statistics
         self.statistics = None
@@ -163,8 +163,8 @@ class Quantizer(nn.Module):
     def reassign_dead(self, *, threshold: float, seed: int) -> None:
         """Move codewords with fewer than `threshold` keys per step to keys of the last batch.
 
-        Call it right after `update`, when no statistics of old codewords are pending. `seed` is
-        equal on all processes and differs between steps.
+        Call right after `update`, when no statistics of old codewords are pending. `seed` is the
+        same on all processes and differs between steps.
         """
         if dist.is_initialized():
             dist.broadcast(self.kept_keys, src=0)

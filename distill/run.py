@@ -1,4 +1,4 @@
-"""`Run`: from a configuration to what is ready for the next step."""
+"""`Run`: from a configuration to a run that is ready for its next step."""
 
 import math
 import sys
@@ -27,33 +27,33 @@ from distill.objective import Objective
 from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from distill.stored import start_codebooks
 
-# Fields and sections that may differ between a run and its continuation. They change the result at
-# most by rounding, and by other random numbers for DiVeQ and dead codewords.
+# Fields and sections that may differ between a run and its continuation. At most they change
+# rounding, and the random numbers of DiVeQ and dead codewords.
 FREE = ("micro_batch_size", "gradient_checkpointing", "compile", "log_every", "checkpoint_every")
 FREE += ("keep_checkpoints", "samples", "tracker", "data.workers", "data.cache")
 HALF = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 PARTS = ("vae", "text_encoder", "tokenizer", "unet", "scheduler")
-# What a scheduler's configuration says of a noise schedule; flow matching and EDM have none.
+# Scheduler configuration that describes a noise schedule; flow matching and EDM have none.
 NOISE_SCHEDULE = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")
 NOISE_SCHEDULE += ("prediction_type",)
 PREDICTIONS = ("epsilon", "v_prediction")
 
 
 class Run:
-    """A run that is ready for its next step: model and data are loaded, and the codebooks have
-    started or the newest checkpoint is restored.
+    """A run that is ready for its next step: model and data are loaded, and the codebooks are
+    initialized or the newest checkpoint is restored.
 
     Attributes:
-        accelerator: with the tracker.
-        pipe: base model, whose UNet is the teacher.
-        digests: of the base model and of the data, which a resumed run must share.
-        objective: what is trained; `model` is what the accelerator made of it.
+        accelerator: holds the tracker.
+        pipe: base model; its UNet is the teacher.
+        digests: digests of base model and data, which a resumed run must share.
+        objective: what is trained; `model` is the same, prepared by the accelerator.
         batches: micro-batches of this process, from the next step on.
         step: number of completed steps.
 
     Args:
-        config: configuration of the run.
+        config: the run's configuration.
         output: folder for checkpoints, logs, sheets and exports, shared by all processes.
         resume: whether to continue from the newest checkpoint, if there is one.
 
@@ -73,7 +73,7 @@ class Run:
             checkpoint.check_config(found, config, free=FREE)
         elif not resume:
             check_unused(output)
-        read_log(log_path(output))  # raises for a damaged log before the long preparation
+        read_log(log_path(output))  # raises for a damaged log, before the long preparation
 
         self.accelerator = accelerator = make_accelerator(config, output)
         torch.manual_seed(config.seed)
@@ -129,7 +129,7 @@ class Run:
             self._load(found)
 
     def save_checkpoint(self) -> None:
-        """Save all that training changes."""
+        """Save everything that training changes."""
         scaler = self.accelerator.scaler
         checkpoint.save(
             self.output,
@@ -163,7 +163,7 @@ def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
 
     Raises:
         ValueError: the device does not support the precision, the launcher shards weights, the
-            tracker is not installed, or the batch does not split evenly.
+            tracker is not installed, or the batch cannot be split evenly.
     """
     accelerator = Accelerator(
         mixed_precision="no" if config.precision == "fp32" else config.precision,
@@ -213,18 +213,18 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
             f"{problem}."
         )
     pipe.set_progress_bar_config(disable=True)
-    # Half-precision convolutions are fastest in this layout, and tokens are a view of it.
+    # Half-precision convolutions are fastest in this layout, and tokens are views of it.
     pipe.unet.to(memory_format=torch.channels_last)
     return pipe.to(device)
 
 
 def unsuited(pipe: StableDiffusionPipeline, num_steps: int) -> str | None:
-    """Return why a pipeline cannot be distilled and sampled in so many steps, if it cannot."""
+    """Return why a pipeline cannot be distilled, or sampled in this many steps; None if it can."""
     if missing := [part for part in PARTS if getattr(pipe, part) is None]:
         return f"has no {', '.join(missing)}"
     unet, schedule = pipe.unet.config, pipe.scheduler.config
     if unet.addition_embed_type is not None:
-        return f"has additional conditions ({unet.addition_embed_type})"
+        return f"takes additional conditions ({unet.addition_embed_type})"
     if unet.in_channels != pipe.vae.config.latent_channels:
         return f"takes {unet.in_channels} channels, like one for inpainting"
     if missing := [name for name in NOISE_SCHEDULE if name not in schedule]:

@@ -1,4 +1,4 @@
-"""`StoredAttention`: AVQ over a codebook that learns from the keys while the model trains.
+"""`StoredAttention`: AVQ with a codebook that learns from the keys during training.
 
 Shapes: B batch, H heads, N tokens, D head dim.
 """
@@ -31,7 +31,7 @@ class StoredAttention(nn.Module):
     Args:
         num_heads: H.
         head_dim: D.
-        config: of this layer, overrides resolved.
+        config: this layer's configuration, overrides resolved.
         settings: has `full_spawning`, `project_children` and `diveq`.
     """
 
@@ -47,13 +47,13 @@ class StoredAttention(nn.Module):
             constrain=settings.project_children,
             diveq=settings.diveq,
         )
-        # Arguments of `capture` for one image of the last batch.
+        # Arguments for `capture`, from one image of the last batch.
         self.sample: dict[str, Tensor] = {}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
     ) -> tuple[Tensor, str]:
-        """Attend with queries and keys (B, H, N, D), which have passed the key norm."""
+        """Attend with queries and keys (B, H, N, D), after the key norm."""
         if self.training:
             leaves = self.quantizer(key.float())
             self.sample = {
@@ -73,7 +73,7 @@ class StoredAttention(nn.Module):
 
     @torch.no_grad()
     def start_key_norm(self, keys: Tensor) -> None:
-        """Let the key norm, if there is one, change keys (H, S, D) least."""
+        """Initialize the key norm, if any, to change keys (H, S, D) as little as possible."""
         if self.key_norm is None:
             return
         normal = F.layer_norm(keys.float(), keys.shape[-1:]).flatten(0, 1)
@@ -86,7 +86,7 @@ class StoredAttention(nn.Module):
 
     @torch.no_grad()
     def start(self, keys: Tensor, keys_per_step: float, seed: int) -> None:
-        """Fit the codebook by k-means to keys (H, S, D) before the norm, on process 0 for all.
+        """Fit the codebook to keys (H, S, D) before the norm with k-means, on process 0 for all.
 
         `keys_per_step` scales the EMA counts, so that the first updates are small.
 
@@ -132,16 +132,16 @@ def start_codebooks(
     seed: int,
     start_key_norms: bool = False,
 ) -> None:
-    """Fit the codebooks of layers to keys of some images.
+    """Fit the layers' codebooks to the keys of some images.
 
     Args:
-        stored: by the names of the layers.
-        images: the keys (H, N, D) of each image, by layer.
-        num_images: their number.
-        images_per_step: images in an optimizer step, over micro-batches and processes.
-        keys_per_layer: number of keys that each layer samples.
-        seed: of the samples and of k-means.
-        start_key_norms: let key norms start as near to no change as they can.
+        stored: layer name -> attention.
+        images: each image's keys (H, N, D), by layer.
+        num_images: number of images.
+        images_per_step: images per optimizer step, over micro-batches and processes.
+        keys_per_layer: number of keys sampled per layer.
+        seed: seeds sampling and k-means.
+        start_key_norms: initialize key norms to change keys as little as possible.
 
     Raises:
         ValueError: there are fewer keys than parents.
@@ -168,13 +168,13 @@ def update_codebooks(
 ) -> float:
     """Update the codebooks from all keys since the last update, once after each optimizer step.
 
-    With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
+    With DiVeQ the optimizer has already moved the codewords; only their statistics follow.
 
     Args:
-        stored: by the names of the layers.
+        stored: layer name -> attention.
         settings: decays, and when dead codewords move.
         step: number of earlier steps.
-        seed: of the keys that dead codewords move to, equal on all processes.
+        seed: seeds the choice of keys that dead codewords move to; the same on all processes.
 
     Returns:
         The EMA decay.
@@ -193,13 +193,13 @@ def update_codebooks(
 def learned_codebooks(
     model: nn.Module, config: AVQConfig, stored: Mapping[str, StoredAttention], **options: Any
 ) -> AVQCodebooks:
-    """Copies of the codebooks and key norms that layers have learned, for `apply_avq`.
+    """Copies of the learned codebooks and key norms, for `apply_avq`.
 
     Args:
         model: holds the layers.
-        config: of the model's attention.
-        stored: by the names of the layers; empty for own codewords.
-        options: of `gather_codebooks`.
+        config: the configuration of its attention.
+        stored: layer name -> attention; empty for own codewords.
+        options: other arguments of `gather_codebooks`.
     """
     found = {
         name: Codebook(*(x.clone() for x in vars(attention.quantizer.codebook()).values()))

@@ -1,7 +1,7 @@
-"""The student: the teacher with trained self-attentions at chosen levels.
+"""The student: the teacher with trained self-attention at chosen levels.
 
-It runs AVQ as every UNet does, or by `train_attention` another function; LinFusion's attention is
-a processor.
+It runs AVQ like any UNet, or another function through `train_attention`; LinFusion's attention is a
+processor.
 """
 
 import copy
@@ -23,7 +23,7 @@ PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 class TrainedProcessor(AVQProcessor):
-    """Runs a layer with trained float32 weights in the dtype of its tokens, or of autocast."""
+    """Runs a layer with trained float32 weights in the dtype of its tokens, or autocast's."""
 
     def __call__(self, attn: Attention, hidden_states: Tensor, **conditions: None) -> Tensor:
         with _autocast(hidden_states):
@@ -48,8 +48,8 @@ def make_student(
 ) -> UNet2DConditionModel:
     """Convert the teacher to `teacher_dtype`; return a UNet that shares its frozen weights.
 
-    The self-attentions that `config` replaces are float32 copies from before the conversion, with
-    the teacher's LoRA merged. Arguments and errors are those of `Objective`.
+    The self-attention layers that `config` replaces are float32 copies from before the conversion,
+    with the teacher's LoRA merged. Arguments and errors as in `Objective`.
     """
     if settings.diveq and not (attention == "avq" and settings.full_spawning):
         raise ValueError(
@@ -87,7 +87,7 @@ def make_student(
 
 
 def tuned_parameters(attn: Attention) -> dict[str, Tensor]:
-    """Return copies of a layer's projections, and of LinFusion's phi."""
+    """Return copies of a layer's projections and LinFusion's phi."""
     found = {
         f"{name}.{path}": value
         for name in PROJECTIONS
@@ -101,7 +101,7 @@ def tuned_parameters(attn: Attention) -> dict[str, Tensor]:
 def _trainable(attn: Attention) -> Attention:
     """Return a trainable float32 copy, with PEFT's LoRA merged."""
     attn = copy.deepcopy(attn).float()
-    attn.set_processor(AttnProcessor2_0())  # others would keep AVQ away
+    attn.set_processor(AttnProcessor2_0())  # other processors would block AVQ
     for name in PROJECTIONS:
         projection = attn.get_submodule(name)
         if hasattr(projection, "base_layer"):

@@ -1,4 +1,4 @@
-"""Short guides and a glossary; everything in them is also a file of the repository's `guides`.
+"""Short guides and a glossary, also readable as files in the repository's `guides`.
 
 .. include:: images.md
 .. include:: transformers.md

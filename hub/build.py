@@ -1,8 +1,8 @@
-"""Build the repository of AVQ attention for the kernels Hub.
+"""Build the AVQ attention repository for the kernels Hub.
 
-`python hub/build.py FOLDER ORG/avq-attention` writes the sources that the Hub's kernel-builder
-takes, and into `build` what `kernels.get_local_kernel` loads: the files of `repository`, and those
-of the operation with relative imports and with operators in the build's own namespace.
+`python hub/build.py FOLDER ORG/avq-attention` writes the sources for the Hub's kernel-builder, and
+to `build` what `kernels.get_local_kernel` loads: the files of `repository`, and the operation's
+modules with relative imports and with operators in the build's own namespace.
 """
 
 import json
@@ -37,7 +37,7 @@ def build(folder: Path, repo_id: str) -> None:
 
     Args:
         folder: new or empty.
-        repo_id: on the Hub.
+        repo_id: the repository's Hub id.
     """
     backends = json.dumps(BACKENDS)
     values = {**GENERAL, "backends": backends, "repo_id": repo_id, "limits": limits()}
@@ -63,7 +63,7 @@ def build(folder: Path, repo_id: str) -> None:
 
 
 def exported(path: Path) -> str:
-    """A module of the library as one of the kernel."""
+    """A library module, rewritten as a module of the kernel."""
     text, root = path.read_text(), "." * len(path.relative_to(LIBRARY).parts)
     text, num_operators = re.subn(r'"avq_diffusers::(\w+)"', r'add_op_namespace_prefix("\1")', text)
     if num_operators:
@@ -73,7 +73,7 @@ def exported(path: Path) -> str:
 
 
 def limits() -> str:
-    """What the kernels need, as README and card say it."""
+    """What the kernels need, for the README and the card."""
     of = {name: limit.value for name, limit in LIMITS["triton"].items()}
     (vendor,), (major, minor), head_dims = of["vendor"], of["capability"], of["head dim"]
     *dtypes, last_dtype = (str(dtype).removeprefix("torch.") for dtype in of["dtype"])

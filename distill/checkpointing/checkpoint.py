@@ -1,7 +1,7 @@
 """Checkpoints of a training run: a folder of safetensors files and `run.json`.
 
-A checkpoint appears complete by a rename. What a killed save leaves is hidden, and the next save
-removes it.
+A rename makes a checkpoint appear complete. The leftovers of a killed save are hidden, and the next
+save removes them.
 """
 
 import json
@@ -35,10 +35,10 @@ class Checkpoint:
         return self.run["step"]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load the tensors that were saved as `name`.
+        """Load the tensors saved as `name`.
 
         Raises:
-            ValueError: the file is missing, was changed, or holds NaN or infinity.
+            ValueError: the file is missing or changed, or holds NaN or infinity.
         """
         path = self.path / f"{name}.safetensors"
         digest = sha256(path)
@@ -88,13 +88,13 @@ def save(
 ) -> Path:
     """Save named tensors per file as the checkpoint of `step`; delete all but the newest `keep`.
 
-    A resumed run is checked against `config`. Further values go to `run.json`.
+    A resumed run is checked against `config`. Other values go to `run.json`.
 
     Raises:
         OSError: the disk is full or not writable. Earlier checkpoints stay.
     """
     path = output / "checkpoints" / f"step-{step:08d}"
-    for leftover in path.parent.glob(f"{TEMPORARY}*"):  # of killed runs
+    for leftover in path.parent.glob(f"{TEMPORARY}*"):  # from killed runs
         shutil.rmtree(leftover)
     with replace_folder(path) as folder:
         for name, group in tensors.items():
@@ -111,18 +111,16 @@ def save(
 def check_config(found: Checkpoint, config: Any, *, free: tuple[str, ...]) -> None:
     """Check that a run with this configuration may continue from a checkpoint.
 
-    Fields and sections in `free` may differ.
+    Fields and sections listed in `free` may differ.
 
     Raises:
         ValueError: the configuration differs.
     """
     if differing := differing_keys(config, found.run["config"], ignored=free):
-        raise ValueError(
-            f"{found.path} has another configuration; it differs in {', '.join(differing)}."
-        )
+        raise ValueError(f"{found.path} has a different configuration: {', '.join(differing)}.")
 
 
 def _damaged(path: Path, reason: str) -> ValueError:
     return ValueError(
-        f"{path} is damaged ({reason}); delete {path.parent} to resume from the checkpoint before."
+        f"{path} is damaged ({reason}); delete {path.parent} to resume from the one before."
     )

@@ -31,14 +31,14 @@ def export(
     added to `training`. Returns the folder.
 
     Args:
-        output: folder of the run.
+        output: the run's folder.
         objective: holds the student.
-        config: of the run.
+        config: the run's configuration.
         training: summary of the training.
-        repo: repository of the Hub that the export is pushed to; None pushes nothing.
+        repo: Hub repository to push the export to; None pushes nothing.
 
     Raises:
-        OSError: the disk is full or not writable, or the Hub refuses or cannot be reached.
+        OSError: the disk is full or not writable, or the Hub refuses or is unreachable.
     """
     if config.attention == "exact":
         return None
@@ -71,7 +71,7 @@ def make_codebooks(
 ) -> AVQCodebooks:
     """Return the current codebooks, projection changes and key norms of the student.
 
-    A student with own codewords has projection changes only.
+    A student with own codewords only has projection changes.
     """
     return learned_codebooks(
         objective.student,

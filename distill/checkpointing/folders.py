@@ -1,4 +1,4 @@
-"""Folders that appear complete, by a rename, after their content is on disk."""
+"""Folders that appear complete, through a rename, once their content is on disk."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from avq_diffusers.files import TEMPORARY, naming
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk, so that no rename precedes the content."""
+    """Wait until a file or folder is on disk, so that no rename precedes its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,7 +22,7 @@ def sync(path: Path) -> None:
 def replace_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces `path` if the block succeeds.
 
-    A killed process leaves a folder behind whose name starts with `TEMPORARY`.
+    A killed process leaves behind a folder whose name starts with `TEMPORARY`.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -44,7 +44,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder that at any moment is complete or gone."""
+    """Delete a folder so that at any moment it is complete or gone."""
     hidden = path.with_name(f"{TEMPORARY}old-{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)

@@ -16,7 +16,7 @@ from distill.config_file import plain_values
 CARD = "README.md"
 MINI = "mini-sd"
 PATHS = ("path", "captions", "cache")
-# Those of the library below are no OSError where there is no network.
+# Without a network, the underlying library's errors are not OSErrors.
 HTTP_ERRORS = (OSError, *HfHubHTTPError.__bases__)
 IMPORTS = {
     "avq": "from avq_diffusers import AVQCodebooks, apply_avq",
@@ -32,12 +32,12 @@ LOADING = {
 def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: str) -> str:
     """The model card of an export: how to load it, its settings, data and metrics.
 
-    Of local folders and files it has the names only.
+    It only gives the names of local folders and files, not their paths.
 
     Args:
-        config: of the run.
-        training: its summary, as in the export's config.json.
-        source: folder or Hub id that the card loads the export from.
+        config: the run's configuration.
+        training: the run's summary, as in the export's config.json.
+        source: folder or Hub id from which the card's example loads the export.
     """
     data, base = config.data, config.base_model_name
     from_hub = data.source == "huggingface" and not Path(data.path).exists()
@@ -88,8 +88,8 @@ pipe = StableDiffusionPipeline.from_pretrained({model})
 
 ## Metrics
 
-Of the last steps of the training; they say nothing about images. `config.json` has those of each
-layer, and the versions of all packages.
+From the last training steps; they say nothing about images. `config.json` has them per layer, and
+the versions of all packages.
 
 | | |
 |---|---|
@@ -103,11 +103,11 @@ layer, and the versions of all packages.
 
 
 def check_repository(repo: str, config: DistillConfig) -> None:
-    """Make sure, before a long training, that its result can be pushed; makes the repository.
+    """Make sure, before a long run, that its result can be pushed; creates the repository.
 
     Raises:
-        ValueError: the run exports nothing, or the name is no Hub id.
-        OSError: the Hub refuses or cannot be reached.
+        ValueError: the run exports nothing, or the name is not a Hub id.
+        OSError: the Hub refuses or is unreachable.
     """
     if config.attention not in LOADING:
         raise ValueError(f"attention: {config.attention} exports nothing to push to {repo}.")
@@ -121,7 +121,7 @@ def push(folder: Path, repo: str) -> None:
     """Upload an export with its card.
 
     Raises:
-        OSError: the Hub refuses or cannot be reached; the message names the folder.
+        OSError: the Hub refuses or is unreachable; the message names the folder.
     """
     try:
         HfApi().upload_folder(

@@ -1,4 +1,4 @@
-"""The folder of a run: one run writes it, and no new run overwrites it."""
+"""The folder of a run: only one run writes it, and no new run overwrites it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from avq_diffusers import files
 from distill.checkpointing.checkpoint import checkpoints
 from distill.log import log_path
 
-# The data workers of a killed run hold its lock until they notice.
+# A killed run's data workers hold its lock until they notice.
 LOCK_SECONDS = 10
 
 
@@ -20,14 +20,14 @@ def locked(output: Path) -> Iterator[None]:
     """Keep other runs out of the folder while the block runs.
 
     Raises:
-        OSError: another run writes the folder, or it is not writable.
+        OSError: another run is writing the folder, or it is not writable.
     """
-    # The accelerator that follows takes this state, also for `accelerate launch --cpu`.
+    # The Accelerator created later uses this state, also with `accelerate launch --cpu`.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     if not state.is_main_process:
         yield
         return
-    message = f"another run writes {output}; wait for its end, or choose another --output."
+    message = f"another run is writing {output}; wait for it, or choose another --output."
     with files.locked(output, LOCK_SECONDS, message):
         yield
 
@@ -36,7 +36,7 @@ def check_unused(output: Path) -> None:
     """Check that no run has written the folder.
 
     Raises:
-        ValueError: a run has.
+        ValueError: one has.
     """
     if log_path(output).exists() or checkpoints(output):
         raise ValueError(f"{output} holds a run: add --resume or choose another --output.")

@@ -1,7 +1,7 @@
-"""Micro-batches of the objective: encoded samples with noise.
+"""Micro-batches for the objective: encoded samples with noise.
 
-The noise and timestep of a sample depend only on the seed and on the sample's number in the run. So
-a resumed run needs no random state, and micro-batches and processes change no random number.
+A sample's noise and timestep only depend on the seed and the sample's number in the run. So a
+resumed run needs no random state, and micro-batches and processes change no random numbers.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def training_batches(
 def add_noise(
     encoded: Batch, seeds: list[int], scheduler: DDPMScheduler, scaling_factor: float
 ) -> Batch:
-    """Turn encoded samples into arguments of the objective.
+    """Turn encoded samples into arguments for the objective.
 
     Args:
         encoded: `moments` (B, 2C, h, w) of the VAE and `text_states` (B, tokens, channels).

@@ -1,7 +1,7 @@
-"""A cache of encoded samples: safetensors shards, in a folder named by what they were made from.
+"""A cache of encoded samples: safetensors shards, in a folder named after their inputs' digest.
 
-A complete shard appears by a rename. So a killed build continues where it was, and several
-processes build one cache. Other data or another encoder get a folder of their own.
+A rename makes a shard appear complete, so a killed build continues where it stopped, and several
+processes can build one cache. Other data or another encoder get their own folder.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ Encode = Callable[[Iterable[list[int]]], Iterator[dict[str, Tensor]]]
 class CachedSamples(Dataset):
     """The samples of a complete cache, each a dict of float16 tensors.
 
-    Reading a sample raises `DataError` if its shard is damaged.
+    Reading a sample from a damaged shard raises `DataError`.
 
     Args:
         folder: folder of the shards.
@@ -46,7 +46,7 @@ class CachedSamples(Dataset):
         number, row = divmod(index, SHARD)
         path = shard_path(self.folder, number)
         try:
-            if number not in self.shards:  # each worker maps the file itself
+            if number not in self.shards:  # each worker maps files for itself
                 self.shards[number] = safe_open(path, framework="pt")
             shard = self.shards[number]
             names = shard.keys()
@@ -67,10 +67,10 @@ def open_cache(
 ) -> CachedSamples:
     """Build the missing shards of a cache and return its samples.
 
-    All processes call this function; each builds its share on a file system that all share.
+    All processes call this function; each builds its part, on a shared file system.
 
     Args:
-        root: the cache is a folder in this one, created if it does not exist.
+        root: parent of the cache's folder, created if missing.
         fingerprint: JSON values that determine the output of `encode`.
         encode: maps lists of sample indices to batches of encoded samples.
         num_samples: number of samples to cache.
@@ -141,7 +141,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
             sync(temporary)
         sync(path.parent)
     except OSError as error:
-        if path.exists():  # another run built the same shard
+        if path.exists():  # another run has built the same shard
             return
         raise OSError(
             f"{error} Free disk space and start again; complete shards are kept."

@@ -5,7 +5,7 @@ from typing import Literal
 
 from distill.config_file import Config, Count, Natural
 
-# For each source, the fields that it needs and the fields that it may have.
+# Source -> fields that it needs, and fields that it may have.
 SOURCES = {
     "scenes": (("num_samples",), ()),
     "folder": (("path",), ("captions",)),
@@ -19,21 +19,21 @@ class DataConfig(Config):
 
     Args:
         source: `"scenes"`, the procedural scenes of mini-sd; `"folder"`, a folder of image files
-            with captions beside them, `fox.txt` for `fox.png`; `"huggingface"`, what
-            `datasets.load_dataset` loads: a data set of the Hub, or a folder of Parquet files, of
-            webdataset tars, or of images with a metadata file.
-        path: the folder, or the Hub id of a data set.
-        split: split of a data set, such as `"train"`.
+            with captions beside them, `fox.txt` for `fox.png`; `"huggingface"`, anything that
+            `datasets.load_dataset` loads: a dataset on the Hub, or a folder of Parquet files,
+            webdataset tars, or images with a metadata file.
+        path: the folder, or the Hub id of a dataset.
+        split: split of a dataset, such as `"train"`.
         image_column: column of the images; for tars the extension, such as `"jpg"`.
-        caption_column: column of the captions, with the keys of a mapping after dots, such as
+        caption_column: column of the captions, with keys of a mapping after dots, such as
             `"json.caption"`.
-        captions: file that replaces the captions of the data set: a JSON list, or a text with one
-            caption per line, in the order of the rows. Images of a folder are sorted by path.
-        num_samples: number of samples to use, from the first; None uses all.
-        preprocessing: `"crop"`, the middle square, resized with antialiasing, or `"linfusion"`,
+        captions: file that replaces the dataset's captions: a JSON list, or text with one caption
+            per line, in row order. Images of a folder are sorted by path.
+        num_samples: use the first `num_samples` samples; None uses all.
+        preprocessing: `"crop"`, a centre crop resized with antialiasing, or `"linfusion"`,
             stretched to a square without antialiasing. Scenes are rendered at `image_size`.
         cache: folder for encoded samples, on a disk that all processes share; other data or another
-            encoder get a folder in it of their own. None encodes them again in every epoch.
+            encoder get their own folder in it. None encodes samples again in every epoch.
         workers: processes that read images, per training process; 0 reads in the training process.
 
     Raises:
@@ -61,6 +61,6 @@ class DataConfig(Config):
             if name not in (*needed, *optional, "num_samples") and value is not None:
                 raise ValueError(f"source {self.source} takes no {name}, but got {value!r}.")
         if self.caption_column is not None and self.captions is not None:
-            raise ValueError("captions must be None when caption_column is given, or the reverse.")
+            raise ValueError("captions and caption_column exclude each other; drop one of them.")
         if self.image_column is not None and self.caption_column is self.captions is None:
             raise ValueError(f"source {self.source} needs caption_column or captions.")

@@ -11,15 +11,15 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
-# Configuration entries that do not change the output.
+# Configuration entries that do not affect the output.
 NEUTRAL = ("architectures", "dtype", "transformers_version")
 
 
 class Encoder:
-    """A frozen VAE and text encoder. On CUDA, float32 parts compute in float16 autocast.
+    """A frozen VAE and text encoder. On CUDA, float32 parts run under float16 autocast.
 
     Args:
-        vae: VAE on the device of the encoded batches.
+        vae: the VAE, on the device of the encoded batches.
         text_encoder: text encoder on the same device.
         tokenizer: tokenizer of the text encoder.
     """
@@ -33,7 +33,7 @@ class Encoder:
 
     @property
     def device(self) -> torch.device:
-        """Device of the encoded batches."""
+        """The device of encoded batches."""
         return self.vae.device
 
     @torch.no_grad()
@@ -46,8 +46,8 @@ class Encoder:
 
         Returns:
             Two float32 tensors on `device`: `moments` (B, 2C, h, w), mean and log variance of the
-            latents before they are scaled by `vae.config.scaling_factor`, and `text_states`
-            (B, tokens, channels), the last hidden states of the text encoder.
+            latents before scaling by `vae.config.scaling_factor`, and `text_states` (B, tokens,
+            channels), the last hidden states of the text encoder.
         """
         pixels = images.to(self.device, non_blocking=True).to(self.vae.dtype) / 127.5 - 1
         ids = self.tokenizer(

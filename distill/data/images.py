@@ -14,7 +14,7 @@ from avq_diffusers.images import read_rgb
 
 
 def read_column(image: Mapping[str, Any] | None) -> Image.Image:
-    """Read an undecoded image of a data set upright and in RGB: its `bytes`, or the file at `path`.
+    """Read an undecoded image of a dataset upright and in RGB: its `bytes`, or the file at `path`.
 
     Raises:
         UNREADABLE: as `read_rgb`, or there is no image.
@@ -25,12 +25,12 @@ def read_column(image: Mapping[str, Any] | None) -> Image.Image:
 
 
 def crop(image: Image.Image, size: int) -> Tensor:
-    """Crop the largest middle square and resize it by Lanczos with antialiasing."""
+    """Crop the largest centre square and resize it with antialiased Lanczos."""
     return to_tensor(ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS))
 
 
 def linfusion(image: Image.Image, size: int) -> Tensor:
-    """Stretch to a square as LinFusion's code does: bicubic, a = -0.75, without antialiasing.
+    """Stretch to a square like LinFusion's code: bicubic, a = -0.75, without antialiasing.
 
     LinFusion uses OpenCV's `INTER_CUBIC`, whose fixed-point arithmetic may differ by one level.
     """

@@ -1,4 +1,4 @@
-"""Samples of a data set: a dict of `image` (3, S, S) uint8 and `caption`."""
+"""Samples of a dataset: dicts of `image` (3, S, S) uint8 and `caption`."""
 
 import hashlib
 import warnings
@@ -14,7 +14,7 @@ from distill.data.config import DataConfig
 from distill.data.images import PREPROCESS, read_column, to_tensor
 from distill.exceptions import DataError
 
-# So many broken samples in a row mean a broken disk, not a broken file.
+# This many broken samples in a row indicate a broken disk, not a broken file.
 MAX_BROKEN = 16
 
 
@@ -23,9 +23,9 @@ class BrokenSample(ValueError):
 
 
 class SceneSamples(Dataset):
-    """The first scenes of mini-sd's training range, rendered when they are read.
+    """The first scenes of mini-sd's training range, rendered on access.
 
-    `fingerprint` is a digest of the first ones.
+    `fingerprint` is a digest of the first few.
     """
 
     def __init__(self, num_samples: int, image_size: int) -> None:
@@ -52,12 +52,12 @@ class SceneSamples(Dataset):
 class RowSamples(Dataset):
     """Rows of a folder or a `datasets.Dataset`.
 
-    A broken sample, whose image is damaged or whose caption is no text, is replaced by the one
-    after it, with a warning that names it. Many in a row raise `DataError`.
+    A broken sample, with a damaged image or a caption that is not text, is replaced by the next
+    one, with a warning that names it. Many in a row raise `DataError`.
 
     Args:
         rows: rows with undecoded images.
-        captions: captions that replace those of the rows, or None.
+        captions: captions that replace the rows' own, or None.
         config: columns, number of samples, preprocessing, and the path for messages. Dots in the
             caption column separate the column from keys of its mapping.
         image_size: S.
@@ -89,7 +89,7 @@ class RowSamples(Dataset):
                 return self._read(following % len(self))
             except BrokenSample as error:
                 broken = error
-                warnings.warn(f"{broken}; the following sample takes its place.", stacklevel=2)
+                warnings.warn(f"{broken}; the next sample takes its place.", stacklevel=2)
         raise DataError(f"{MAX_BROKEN} samples in a row are broken, the last: {broken}.")
 
     def _read(self, index: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class RowSamples(Dataset):
         for key in caption_column.split(".") if self.captions is None else ():
             caption = caption.get(key) if isinstance(caption, dict) else None
         if not isinstance(caption, str):
-            raise BrokenSample(f"the caption of {name} must be a text, but is {caption!r}")
+            raise BrokenSample(f"the caption of {name} must be text, but is {caption!r}")
         try:
             return {"image": self.preprocess(read_column(file)), "caption": caption}
         except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""`open_samples`: the samples of a scene generator, a folder, or a data set."""
+"""`open_samples`: the samples of a scene generator, a folder, or a dataset."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from distill.data.samples import RowSamples, SceneSamples
 if TYPE_CHECKING:
     import datasets
 
-# Of `datasets`, beside its own, for a wrong name, split or column.
+# What `datasets` raises, beside its own errors, for a wrong name, split or column.
 LOADING_ERRORS = (NotImplementedError, OSError, TypeError, ValueError)
 
 
 def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSamples:
-    """Open the source as a map-style data set of S x S images with captions.
+    """Open the source as a map-style dataset of S x S images with captions.
 
     Args:
         config: the source.
@@ -27,8 +27,8 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
 
     Raises:
         FileNotFoundError: the folder, images or captions do not exist.
-        ValueError: the source cannot be read, a column is missing or holds no images, the number of
-            captions is not that of the images, or there are fewer samples than `num_samples`.
+        ValueError: the source cannot be read, a column is missing or holds no images, the numbers
+            of captions and images differ, or there are fewer samples than `num_samples`.
     """
     if config.source == "scenes":
         return SceneSamples(config.num_samples, image_size)
@@ -39,8 +39,8 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
         rows, origin = _dataset_rows(config)
     if captions is not None and len(captions) != len(rows):
         raise ValueError(
-            f"{config.captions} must have a caption for each of the {len(rows)} rows of "
-            f"{config.path}, but has {len(captions)}."
+            f"{config.captions} must have one caption per row of {config.path}, {len(rows)}, but "
+            f"has {len(captions)}."
         )
     if config.num_samples is not None and config.num_samples > len(rows):
         raise ValueError(
@@ -51,7 +51,7 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
 
 
 def _folder_rows(folder: Path, *, has_sidecars: bool) -> tuple[list[dict[str, Any]], Any]:
-    """Return the images of a folder by path with the captions beside them, and their origin."""
+    """Return a folder's images by path, with the captions beside them, and their origin."""
     extensions = Image.registered_extensions()
     files = [
         path
@@ -76,7 +76,7 @@ def _folder_rows(folder: Path, *, has_sidecars: bool) -> tuple[list[dict[str, An
 
 
 def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
-    """Return the rows of a data set with undecoded images, and their origin."""
+    """Return the rows of a dataset with undecoded images, and their origin."""
     import datasets
 
     image_column = config.image_column
@@ -85,7 +85,7 @@ def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
         columns.append(config.caption_column.split(".")[0])
     try:
         rows = datasets.load_dataset(config.path, split=config.split)
-        origin = rows._fingerprint  # of data files, revision and split
+        origin = rows._fingerprint  # covers data files, revision and split
         found = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
     except (*LOADING_ERRORS, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())

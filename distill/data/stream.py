@@ -18,16 +18,16 @@ from distill.data.encoder import Encoder
 from distill.data.samples import RowSamples, SceneSamples
 from distill.exceptions import DataError
 
-# The beginning of PyTorch's message that a worker was killed.
+# Start of PyTorch's message that a worker was killed.
 KILLED = "DataLoader worker (pid"
 # Exceptions that commands report in one sentence.
 REPORTED = (DataError, OSError)
-# Pixels that are encoded at once for the cache: 128 images of 256 x 256, or 32 of 512 x 512.
+# Pixels encoded at once for the cache: 128 images of 256 x 256, or 32 of 512 x 512.
 CACHED_PIXELS = 2**23
 
 
 class EncodedSamples:
-    """The samples as `Encoder.encode` returns them, from a cache if the config names one.
+    """Samples encoded by `Encoder.encode`, from a cache if the config names one.
 
     Args:
         samples: what `open_samples` returned for `config` and `image_size`.
@@ -78,7 +78,7 @@ class EncodedSamples:
     def batches(
         self, *, batch_size: int, num_processes: int, **order: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Return the endless batches of one process; the arguments are those of `sample_order`.
+        """Return the endless batches of one process; arguments as in `sample_order`.
 
         Raises:
             ValueError: there are fewer samples than one batch over all processes.
@@ -117,9 +117,9 @@ def sample_order(
 ) -> Iterator[list[int]]:
     """Yield the endless batches of sample indices of one process.
 
-    Epoch e is a random permutation with seed (seed, e). Sample s of the run is number s modulo n of
+    Epoch e is a random permutation with seed (seed, e). Sample s of the run is entry s modulo n of
     epoch s // n. From `first_sample` on, each `num_processes * batch_size` consecutive samples are
-    split among the processes in order. Nothing else decides the order.
+    split among the processes in order. Nothing else affects the order.
 
     Args:
         num_samples: n.
@@ -153,7 +153,7 @@ def load_batches(
         sampler=order,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # keeps torch's global generator untouched
+        generator=torch.Generator(),  # leaves torch's global generator alone
     )
     with report_dead_workers():
         for batch in loader:
@@ -166,7 +166,7 @@ def load_batches(
 def report_dead_workers() -> Iterator[None]:
     """Report a killed worker in one sentence.
 
-    PyTorch raises its error wherever the main process is at that moment.
+    PyTorch raises its error wherever the main process happens to be.
 
     Raises:
         DataError: a worker died.

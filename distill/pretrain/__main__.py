@@ -41,7 +41,7 @@ def sd(
     vae: Annotated[Path | None, typer.Option(help="Folder of the VAE's run.")] = None,
     overrides: Overrides = (),
 ) -> None:
-    """Train UNet and text encoder; the result is OUTPUT/model."""
+    """Train the UNet and text encoder; the result is OUTPUT/model."""
     from distill.pretrain.sd import SDTask
 
     def make_task(values: SDConfig, accelerator: Any) -> SDTask:
@@ -77,7 +77,7 @@ def export(
     scorer: Annotated[Path, typer.Option(help="Folder of the scorer's run.")],
     output: Annotated[Path, typer.Option(help="Folder to assemble; replaced if it exists.")],
 ) -> None:
-    """Assemble the folder that the package ships."""
+    """Assemble the folder shipped with the package."""
     from distill.pretrain.export import export_mini_sd
 
     with exit_on(*INPUT_ERRORS, code=2):

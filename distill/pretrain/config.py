@@ -24,7 +24,7 @@ Part = Annotated[float, Values(lambda x: 0 < x < 1, "in (0, 1)")]
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(Config):
-    """The settings that all trainings share.
+    """The settings shared by all training commands.
 
     Args:
         seed: seed of weights, batches and noise.
@@ -38,7 +38,7 @@ class PretrainConfig(Config):
         adam_betas: betas of AdamW.
         weight_decay: weight decay of AdamW.
         max_grad_norm: gradients are clipped to this norm.
-        ema_decay: decay of the averaged weights, which are exported.
+        ema_decay: decay of the averaged weights, which get exported.
         precision: `"bf16"` (autocast over fp32 weights) or `"fp32"`.
         compile: use `torch.compile`.
         log_every: number of steps between two lines of `log.jsonl`; each one is a host sync.
@@ -66,7 +66,7 @@ class VAEConfig(PretrainConfig):
     """The autoencoder.
 
     Args:
-        num_validation: validation scenes whose latents are normalized.
+        num_validation: number of validation scenes used to normalize latents.
         vae: arguments of diffusers' `AutoencoderKL`.
         mse_weight: weight of the mean squared error; the L1 loss has weight 1.
         edge_weight: weight of the L1 loss of horizontal and vertical pixel differences.
@@ -96,11 +96,11 @@ class LatentConfig(PretrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SDConfig(LatentConfig):
-    """UNet and text encoder. With `init_from`, `unet` and `text` are those of the folder.
+    """UNet and text encoder. With `init_from`, the folder determines `unet` and `text`.
 
     Args:
         unet: arguments of diffusers' `UNet2DConditionModel`.
-        text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
+        text: arguments of transformers' `CLIPTextConfig`, except the tokenizer's.
         snr_floor: floor of the loss weights clamp(SNR, snr_floor, snr_gamma) / SNR.
         snr_gamma: gamma of min-SNR.
         layered_noise: strength of the coarse layers of the training noise; 0 is white noise.
@@ -115,11 +115,11 @@ class SDConfig(LatentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SD3Config(LatentConfig):
-    """The transformer of mini-sd3. With `init_from`, position embeddings are those of the folder.
+    """The transformer of mini-sd3. With `init_from`, position embeddings come from the folder.
 
     Args:
         transformer: arguments of diffusers' `SD3Transformer2DModel`.
-        shift: the ratio of noise to signal grows by this factor, in training and sampling.
+        shift: factor on the noise-to-signal ratio, in training and sampling.
     """
 
     transformer: Mapping[str, Any]
@@ -131,11 +131,11 @@ class ScorerConfig(PretrainConfig):
     """The CLIP-style scorer.
 
     Args:
-        corrupted_share: share of corrupted images, in the data and in each batch.
+        corrupted_share: share of corrupted images, in the data and per batch.
         corrupted_weight: weight of the loss of classifying corrupted images.
         projection_dim: width of the shared embedding.
         vision: arguments of transformers' `CLIPVisionConfig`.
-        text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
+        text: arguments of transformers' `CLIPTextConfig`, except the tokenizer's.
     """
 
     corrupted_share: Part

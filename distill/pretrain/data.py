@@ -29,7 +29,7 @@ class Scenes(NamedTuple):
 
 
 def shard(seeds: Sequence[int], process_index: int, num_processes: int) -> Sequence[int]:
-    """Return the seeds of one process. All processes get equally many and share none.
+    """Return the seeds of one process. All processes get the same number and share none.
 
     Raises:
         ValueError: there are fewer seeds than processes.
@@ -58,7 +58,7 @@ def render_batches(
         _Rendered(seeds, size, corrupted),
         batch_size=BATCH,
         num_workers=workers,
-        generator=torch.Generator(),  # the global one would draw a number
+        generator=torch.Generator(),  # or the global one would advance
     )
     with tqdm(total=len(seeds), desc=progress, disable=progress is None, mininterval=2) as bar:
         for images, captions, has_copies in loader:
@@ -69,7 +69,7 @@ def render_batches(
 def load_images(
     seeds: Sequence[int], *, size: int, device: torch.device, **options: int | str | bool | None
 ) -> Scenes:
-    """Render scenes like `render_batches`, with its options, into the memory of `device`."""
+    """Render scenes like `render_batches`, with its options, into `device` memory."""
     images = torch.empty((len(seeds), size, size, 3), dtype=torch.uint8, device=device)
     captions: list[str] = []
     has_copies = []

@@ -1,4 +1,4 @@
-"""Exports: the results of the commands as standard folders, and the folder of mini-sd."""
+"""Exports: the commands' results as standard folders, and the folder of mini-sd."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ HALF = torch.float16
 
 
 def make_scheduler() -> DDIMScheduler:
-    """Return SD's noise schedule with timesteps from the last training timestep."""
+    """Return SD's noise schedule, with timesteps that start at the last training timestep."""
     return DDIMScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,
@@ -44,7 +44,7 @@ def make_pipeline(
     text_encoder: CLIPTextModel,
     tokenizer: CLIPTokenizer,
 ) -> StableDiffusionPipeline:
-    """Return a Stable Diffusion pipeline without safety checker."""
+    """Return a Stable Diffusion pipeline without a safety checker."""
     return StableDiffusionPipeline(
         vae=vae,
         unet=unet,
@@ -61,7 +61,7 @@ def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
     """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _load_as_float32(folder / "text_encoder")
-    # As in SD1.5's own file: older versions of transformers read no other names.
+    # Named as in SD1.5's own file: older versions of transformers read no other names.
     path = folder / "text_encoder" / "model.safetensors"
     weights = load_file(path).items()
     named = {f"text_model.{name.removeprefix('text_model.')}": x for name, x in weights}
@@ -71,13 +71,13 @@ def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
 def make_sd3_pipeline(
     transformer: SD3Transformer2DModel, parts: dict[str, Any], shift: float
 ) -> StableDiffusion3Pipeline:
-    """Return a Stable Diffusion 3 pipeline with the `shared_parts` of mini-sd."""
+    """Return a Stable Diffusion 3 pipeline with mini-sd's `shared_parts`."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     return StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **parts)
 
 
 def save_sd3(pipeline: StableDiffusion3Pipeline, folder: Path) -> None:
-    """Save what `load_mini_sd3` reads: the pipeline without the parts of mini-sd."""
+    """Save what `load_mini_sd3` reads: the pipeline without mini-sd's parts."""
     pipeline.save_config(folder)
     pipeline.scheduler.save_pretrained(folder / "scheduler")
     pipeline.transformer.save_pretrained(folder / "transformer", max_shard_size=MAX_SHARD_SIZE)
@@ -109,7 +109,7 @@ def export_mini_sd(sd: Path, scorer: Path, output: Path) -> None:
 
 
 def _forget_origin(folder: Path) -> None:
-    """Remove the path of the run, which diffusers writes into every configuration."""
+    """Remove the run's path, which diffusers writes into every configuration."""
     for path in folder.rglob("*.json"):
         config = json.loads(path.read_text())
         if config.pop("_name_or_path", None) is not None:

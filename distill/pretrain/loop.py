@@ -1,6 +1,6 @@
 """The training loop of the pretraining commands.
 
-Batch and noise of a step depend only on (seed, process, step).
+A step's batch and noise depend only on (seed, process, step).
 """
 
 import copy
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 class Task(Protocol):
     """A model to train. `model(**batch)` returns scalar losses and minimizes `loss`.
 
-    `result` is the folder that a run leaves.
+    `result` is the folder that a run produces.
     """
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Task(Protocol):
 
 
 def make_accelerator() -> Accelerator:
-    """Return an accelerator without autocast, which `fit` does."""
+    """Return an accelerator without autocast, which `fit` handles."""
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     return Accelerator(kwargs_handlers=[ddp])
 
@@ -95,7 +95,7 @@ def fit(task: Task, config: PretrainConfig, output: Path, accelerator: Accelerat
 
 @torch.no_grad()
 def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: int) -> None:
-    """Move `averaged` towards `model`; over the first steps the decay rises to `decay`."""
+    """Move `averaged` towards `model`; the decay rises to `decay` over the first steps."""
     decay = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
 

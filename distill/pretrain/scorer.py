@@ -1,7 +1,7 @@
 """The CLIP-style scorer of captions and images.
 
 During training, a second head classifies from the image features whether copies in the image
-differ. So the features represent structure that captions do not mention. It is not exported.
+differ, so that the features represent structure that captions do not mention. It is not exported.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def build_scorer(config: ScorerConfig, tokenizer: CLIPTokenizer) -> CLIPModel:
 
 
 def contrastive_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the symmetric contrastive loss. Equal captions share the target.
+    """Return the symmetric contrastive loss; equal captions share the target.
 
     Args:
         logits: (n, n), captions by images.
@@ -79,7 +79,7 @@ class ScorerTask:
     """Intact and corrupted images on the device.
 
     Raises:
-        ValueError: there are fewer scenes than processes, or no scene remains intact.
+        ValueError: there are fewer scenes than processes, or no intact scene is left.
     """
 
     result = "scorer"
@@ -98,7 +98,7 @@ class ScorerTask:
                 f"num_scenes must leave each process an intact scene beside its {count} corrupted "
                 f"of {len(seeds)}; raise num_scenes or lower corrupted_share."
             )
-        # The same scenes are also used intact, so only the copies tell them apart.
+        # The same scenes also appear intact, so only the copies tell them apart.
         common = {"size": config.image_size, "workers": config.workers, "device": self.device}
         label = "render" if main else None
         self.intact = load_images(seeds[count:], progress=label, **common)

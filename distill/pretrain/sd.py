@@ -28,8 +28,8 @@ def build_text_encoder(config: SDConfig, tokenizer: CLIPTokenizer) -> CLIPTextMo
 def snr_weights(scheduler: DDIMScheduler, timesteps: Tensor, config: SDConfig) -> Tensor:
     """Return clamp(SNR, snr_floor, snr_gamma) / SNR of timesteps (n,).
 
-    These are the min-SNR-gamma weights of epsilon prediction (Hang et al., 2023), raised where the
-    SNR is below the floor. There the caption decides the layout, but the errors are small.
+    The min-SNR-gamma weights for epsilon prediction (Hang et al., 2023), raised where the SNR is
+    below the floor: there the caption determines the layout, but the errors are small.
     """
     snr = compute_snr(scheduler, timesteps)
     return snr.clamp(config.snr_floor, config.snr_gamma) / snr
@@ -41,8 +41,8 @@ def layered_noise(
     """Return noise of unit variance: white noise plus noise that is constant over grid cells.
 
     This is offset noise (Guttenberg, 2023) at several scales. At the last timestep of SD's
-    schedule, mean colour and layout of these plain images are still visible. A model trained on
-    white noise would read them from its input instead of the caption, and miss them in sampling.
+    schedule, the mean colour and layout of these plain images are still visible. A model trained on
+    white noise would read them from its input instead of the caption, and lack them when sampling.
     """
     noise = torch.randn(shape, generator=generator, device=device)
     for cells in NOISE_CELLS:

@@ -1,8 +1,8 @@
 """The transformer of mini-sd3: rectified flow on latents and captions of scenes.
 
-As in SD3 (Esser et al., 2024), a latent is mixed with noise by its noise level sigma,
+As in SD3 (Esser et al., 2024), a latent is mixed with noise at a noise level sigma,
 (1 - sigma) latent + sigma noise, and the model predicts the velocity, noise - latent. The logit of
-sigma is normal, and sigma is then shifted towards noise.
+sigma is normally distributed, and sigma is then shifted towards noise.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ TIMESTEPS = 1000
 def build_transformer(config: SD3Config) -> SD3Transformer2DModel:
     """Return an untrained transformer, or one with the weights of `config.init_from`.
 
-    An untrained one starts as DiT does (Peebles and Xie, 2023): the gates of all blocks and the
-    output are zero. The last block's text queries are frozen: the model drops what they attend to.
+    An untrained one is initialized like DiT (Peebles and Xie, 2023): the gates of all blocks and
+    the output are zero. The last block's text queries are frozen: the model drops their output.
 
     Raises:
         OSError: `init_from` cannot be loaded.
@@ -56,11 +56,11 @@ def build_transformer(config: SD3Config) -> SD3Transformer2DModel:
 
 
 def noise_levels(shape: tuple[int, ...], shift: float, **options: Any) -> Tensor:
-    """Return noise levels in (0, 1): sigmoids of normal numbers, then shifted as by the scheduler.
+    """Return noise levels in (0, 1): sigmoids of normal numbers, shifted as in the scheduler.
 
     Args:
-        shape: of the result.
-        shift: the ratio of noise to signal grows by this factor.
+        shape: shape of the result.
+        shift: factor on the noise-to-signal ratio.
         options: `generator` and `device`.
     """
     sigmas = torch.randn(shape, **options).sigmoid()
@@ -69,10 +69,10 @@ def noise_levels(shape: tuple[int, ...], shift: float, **options: Any) -> Tensor
 
 @torch.no_grad()
 def encode_text(encoder: CLIPTextModelWithProjection, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what SD3's pipeline makes of token ids (n, 77), for one encoder in both places.
+    """Encode token ids (n, 77) like SD3's pipeline, with one encoder as both CLIP encoders.
 
     Returns:
-        text states (n, 77 + 256, 2 width), whose last 256 are zero, and their pooled form
+        Text states (n, 77 + 256, 2 width), whose last 256 are zero, and their pooled form
         (n, 2 width).
     """
     output = encoder(ids, output_hidden_states=True)

@@ -1,6 +1,6 @@
 """A CLIP tokenizer with a byte-pair vocabulary learned from scene captions.
 
-Every word of the captions is one token. Other text tokenizes too, down to single bytes.
+Every word of the captions is one token. Other text can be tokenized, too, down to single bytes.
 """
 
 from collections import Counter
@@ -45,8 +45,8 @@ def train_tokenizer(texts: Iterable[str]) -> CLIPTokenizer:
 def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
     """Return the byte-pair merges, in order, that make each word one token.
 
-    Ties go to the alphabetically first pair. `tokenizers.BpeTrainer` breaks ties differently in
-    every run, but processes must agree on the ids.
+    Ties go to the alphabetically first pair: `tokenizers.BpeTrainer` breaks ties differently in
+    each run, but processes must agree on the ids.
 
     Args:
         words: words in byte-level letters.
@@ -66,7 +66,7 @@ def scene_tokenizer() -> CLIPTokenizer:
 
 
 def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
-    """Return the token ids (n, 77) of captions, padded like in the diffusers pipeline."""
+    """Return the token ids (n, 77) of captions, padded as in the diffusers pipeline."""
     ids = tokenizer(
         captions, padding="max_length", max_length=CONTEXT_LENGTH, truncation=True
     ).input_ids
@@ -74,7 +74,7 @@ def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
 
 
 def text_sizes(tokenizer: CLIPTokenizer) -> dict[str, int]:
-    """Return what a CLIP text configuration has from its tokenizer."""
+    """Return the fields of a CLIP text configuration that depend on the tokenizer."""
     return {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": CONTEXT_LENGTH,

@@ -13,7 +13,7 @@ from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import MAX_SHARD_SIZE
 from distill.pretrain.loop import Batch
 
-BATCH = 64  # images at once in evaluation
+BATCH = 64  # images per batch in evaluation
 
 
 class VAEModel(nn.Module):
@@ -97,7 +97,7 @@ def latent_statistics(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tenso
 def normalize_latents(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
     """Give every latent channel mean 0 and standard deviation 1.
 
-    `quant_conv` scales the latents and `post_quant_conv` undoes it, so reconstructions stay.
+    `quant_conv` scales the latents and `post_quant_conv` undoes it: reconstructions stay the same.
     """
     channels = len(mean)
     first, last = vae.quant_conv, vae.post_quant_conv

@@ -63,16 +63,16 @@ def compare_command(
     attentions: Annotated[
         str, typer.Option(help="Comma-separated; flat@SIZES is flat VQ of equal kernel time.")
     ] = ATTENTIONS,
-    steps: Annotated[int, typer.Option(min=1, help="Of each attention, after the teacher.")] = 50,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per attention, after the teacher.")] = 50,
     rate: Annotated[
-        float, typer.Option(help="Learning rate of each attention over that of the teacher.")
+        float, typer.Option(help="Learning rate of each attention, relative to the teacher's.")
     ] = 0.1,
-    seeds: Annotated[str, typer.Option(help="Comma-separated, a run for each.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Comma-separated, one run each.")] = "0,1,2",
     overrides: Overrides = (),
 ) -> None:
-    """Fine-tune a teacher, then every attention from it with equal steps.
+    """Fine-tune a teacher, then each attention from it for the same number of steps.
 
-    At the teacher's own rates exact attention, too, would lose what the teacher has learned.
+    At the teacher's own learning rates, even exact attention would lose what it learned.
 
     `python -m eval vision table OUTPUT/rows.jsonl` shows the rows.
     """
@@ -90,11 +90,11 @@ def compare_command(
 @app.command("analyse")
 def analyse_command(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run of train with AVQ.")],
-    images: Annotated[int, typer.Option(min=1, help="Validation images for all but scores.")] = 16,
+    images: Annotated[int, typer.Option(min=1, help="Validation images, except for scores.")] = 16,
     refined: Annotated[str, typer.Option(help="Refined parents.")] = "4,8,12,16,24,32",
     tiles: Annotated[str, typer.Option(help="Lengths of query tiles.")] = "32,64,128",
 ) -> None:
-    """Elastic inference, query orders, capture of each head, tiled importance.
+    """Elastic inference, query orders, capture per head, tiled importance.
 
     `python -m eval vision analyses RUN/analyses.json` shows them.
     """

@@ -1,6 +1,6 @@
 """The paper's analyses of a fine-tuned model with AVQ, on its validation images.
 
-elastic     score and capture by refined parents (Tab. elastic_p)
+elastic     score and capture by number of refined parents (Tab. elastic_p)
 order       score by query order and query tile (Tab. gilbert_ablation)
 layers      capture, commitment loss and active ratio of each head (Tab. perlayer_imagenet)
 importance  capture of parents chosen by tiled importance, by exact importance, and by their true
@@ -42,17 +42,17 @@ Source = AVQConfig | AVQCodebooks
 def analyse(
     output: Path, *, num_images: int, refined: Sequence[int], tiles: Sequence[int]
 ) -> list[Row]:
-    """Analyse the run in `output`, and write the rows to `output`/analyses.json.
+    """Analyse the run in `output` and write the rows to `output`/analyses.json.
 
     Args:
-        output: folder of a finished run of `fine_tune` with AVQ.
-        num_images: validation images for everything but scores.
+        output: folder of a finished `fine_tune` run with AVQ.
+        num_images: validation images for everything except scores.
         refined: numbers of refined parents.
         tiles: lengths of query tiles.
 
     Raises:
         FileNotFoundError: the folder holds no run.
-        ValueError: the run has another attention than AVQ, or no children to refine.
+        ValueError: the run's attention is not AVQ, or has no children to refine.
     """
     if not (output / "model").is_dir():
         raise FileNotFoundError(f"{output} holds no finished run: there is no {output / 'model'}.")
@@ -60,8 +60,7 @@ def analyse(
     attention = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
     if attention.avq is None or not attention.avq.num_children:
         raise ValueError(
-            f"analyses are those of AVQ with children, but {output} has attention "
-            f"{config.attention}."
+            f"analyses need AVQ with children, but {output} has attention {config.attention}."
         )
     exact = replace(config, model=str(output / "model"), attention="exact")
     run = open_run(exact, output, quiet=True)
@@ -109,7 +108,7 @@ def analyse(
 def _by_head(
     run: Run, config: AVQConfig, source: Source, num_images: int, refined: Sequence[int]
 ) -> list[Row]:
-    """All that needs no score. Figures are (layers, heads), means over images; counts are sums."""
+    """Everything except scores: (layers, heads), means over images; counts are sums."""
     figures: dict[Any, list[Tensor]] = {}
     images = run.trainer.eval_dataset.first(num_images).split(1)
     for image in images:
@@ -139,7 +138,7 @@ def _by_head(
 def _of_call(
     call: Any, config: AVQConfig, codebooks: AVQCodebooks | None, name: str, refined: Sequence[int]
 ) -> dict[Any, Tensor]:
-    """The figures (H,) of a layer of one image, and the counts of its leaves."""
+    """A layer's metrics (H,) for one image, and the counts of its leaves."""
     query, key, codebook = call.query.float(), call.key.float(), None
     options = {name: call.options[name] for name in ("query_order", "scale")}
     options |= {"codewords": config.codewords, "query_tile": config.query_tile}

@@ -1,7 +1,7 @@
-"""The attention of a vision model: exchanged by its name, and observed.
+"""Replace a vision model's attention by name, and observe it.
 
 Shapes: B batch, H heads, N tokens of a grid in raster order, T tokens before them, such as CLS,
-S keys of a sample, D head dim.
+S sampled keys, D head dim.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 class Call(NamedTuple):
-    """What a layer passes to its attention: tensors (B, H, N, D), and options of `avq_attention`.
+    """What a layer passes to its attention: tensors (B, H, N, D), and options for `avq_attention`.
 
-    The options hold `sink_key` and `sink_value` (B, H, T, D) or None, `query_order` and `scale`.
+    The options include `sink_key` and `sink_value` (B, H, T, D) or None, `query_order` and `scale`.
     """
 
     query: Tensor
@@ -37,10 +37,10 @@ class Call(NamedTuple):
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Call], Grid]:
-    """The calls of all layers with exact attention, by the layers' names, and their tokens.
+    """The calls of all layers under exact attention, by layer name, and their tokens.
 
     Args:
-        model: a vision model; whatever attention it has stays.
+        model: a vision model; its own attention stays.
         pixel_values: (B, 3, S, S).
 
     Raises:
@@ -88,21 +88,21 @@ def set_attention(
     *,
     seed: int,
 ) -> dict[str, StoredAttention]:
-    """Exchange the self-attention of all layers; weights of the model stay as they are.
+    """Replace the self-attention of all layers; the model's weights stay unchanged.
 
     Args:
-        model: with exact attention.
-        attention: what it gets; `exact` changes nothing.
-        settings: of stored codebooks. They are NaN until they are started.
+        model: a model with exact attention.
+        attention: the new attention; `exact` changes nothing.
+        settings: settings of stored codebooks, which are NaN until initialized.
         example: (B, 3, S, S), images of the size that the model will see.
-        seed: of random features.
+        seed: seeds random features.
 
     Returns:
-        The attentions with codebooks that learn, by the names of the layers.
+        The attention modules with codebooks that learn, by layer name.
 
     Raises:
         TypeError: the model has no attention layer that can be replaced.
-        ValueError: its attention has dropout, with which the layers would run exact attention.
+        ValueError: the attention has dropout, which would make the layers run exact attention.
     """
     if attention == AttentionName():
         return {}
@@ -110,8 +110,7 @@ def set_attention(
     for name in DROPOUTS:
         if getattr(layers[0].attn.config, name, 0):
             raise ValueError(
-                f"attention is replaced where it has no dropout; set {name} of the model's "
-                f"config to 0."
+                f"attention with dropout cannot be replaced; set {name} of the model's config to 0."
             )
     if attention.own:
         apply_avq(model, attention.avq, route="always")
@@ -132,7 +131,7 @@ def set_attention(
 
 
 def remove_attention(model: PreTrainedModel) -> None:
-    """Undo `set_attention`; weights of the model stay as they are."""
+    """Undo `set_attention`; the model's weights stay unchanged."""
     remove_avq(model)
     for layer in select_layers(model):
         if hasattr(layer.attn, CHILD):
@@ -140,6 +139,6 @@ def remove_attention(model: PreTrainedModel) -> None:
 
 
 def keys_of_images(model: PreTrainedModel, images: Tensor) -> Iterator[dict[str, Tensor]]:
-    """The keys (H, n, D) of patches with exact attention, for each image (3, S, S), by layer."""
+    """The patches' keys (H, n, D) under exact attention, for each image (3, S, S), by layer."""
     for image in images.split(1):
         yield {name: call.key[0] for name, call in observe(model, image)[0].items()}

@@ -1,7 +1,7 @@
 """The efficient attentions that the paper compares with (paper, table of ADE20K).
 
 Shapes: B batch, H heads, N tokens, n patches, D head dim. The first tokens, such as CLS, are the
-prefix, a key of every patch. How the prefix attends is the host's.
+prefix, which every patch attends to. The host decides how the prefix attends.
 """
 
 from abc import ABC, abstractmethod
@@ -81,10 +81,10 @@ class ValueProjection(TokenAttention):
 
 
 class MaskedAttention(TokenAttention):
-    """Patches attend to some of the patches only; by `flex_attention` on a GPU.
+    """Patches attend to only some of the patches; uses `flex_attention` on a GPU.
 
     Args:
-        grid: of the layer.
+        grid: the layer's grid.
         sees: (n, n) bool, whether a patch attends to another.
     """
 
@@ -116,13 +116,13 @@ class MaskedAttention(TokenAttention):
 
 
 def window_mask(grid: Grid, size: int, shift: int) -> Tensor:
-    """Patches see those of their window (Swin): windows of `size`, moved up and left by `shift`."""
+    """Patches see their window (Swin): windows of `size`, shifted up and left by `shift`."""
     row, column = ((place + shift) // size for place in grid.places)
     return (row[:, None] == row) & (column[:, None] == column)
 
 
 def neighbourhood_mask(grid: Grid, size: int) -> Tensor:
-    """Patches see the `size` x `size` ones around them (NATTEN), moved into the grid at edges."""
+    """Patches see the `size` x `size` around them (NATTEN), moved into the grid at edges."""
     sees = torch.ones(grid.num_patches, grid.num_patches, dtype=torch.bool)
     for place, length in zip(grid.places, (grid.height, grid.width), strict=True):
         start = (place - size // 2).clamp(min=0).clamp(max=max(length - size, 0))[:, None]
@@ -131,9 +131,9 @@ def neighbourhood_mask(grid: Grid, size: int) -> Tensor:
 
 
 class Linformer(TokenAttention):
-    """Keys and values are projected along the tokens (Wang et al. 2020).
+    """Keys and values are projected along the token axis (Wang et al. 2020).
 
-    The projections start as means of consecutive patches in Gilbert order.
+    The projections are initialized to means of consecutive patches in Gilbert order.
     """
 
     def __init__(self, grid: Grid, num_keys: int) -> None:
@@ -158,9 +158,9 @@ class Linformer(TokenAttention):
 
 
 class Performer(TokenAttention):
-    """Softmax attention by positive orthogonal random features (Choromanski et al. 2021, FAVOR+).
+    """Softmax attention with positive orthogonal random features (Choromanski et al. 2021, FAVOR+).
 
-    Computed in float32: exponentials leave the range of float16.
+    Computed in float32: exponentials exceed float16's range.
     """
 
     def __init__(self, grid: Grid, head_dim: int, num_features: int, seed: int) -> None:
@@ -170,7 +170,7 @@ class Performer(TokenAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            # A common factor of a query's features, or of those of all keys, cancels.
+            # A factor common to a query's features, or to those of all keys, cancels.
             query = self._mapped(query.float() * scale**0.5, (-1,))
             key = self._mapped(key.float() * scale**0.5, (-1, -2))
             numerator = query @ (key.transpose(-1, -2) @ value.float())
@@ -196,7 +196,7 @@ def _swin(grid: Grid, layer: int, head_dim: int, seed: int) -> TokenAttention:
     return MaskedAttention(grid, window_mask(grid, WINDOW, SHIFT * (layer % 2)))
 
 
-# By name: the attention of a layer of a model, from its grid, number, head dim and a seed.
+# Name -> function that makes a layer's attention from its grid, index, head dim and a seed.
 BASELINES: dict[str, Callable[[Grid, int, int, int], TokenAttention]] = {
     "swin": _swin,
     "neighbourhood": lambda grid, *_: MaskedAttention(

@@ -1,6 +1,6 @@
-"""Attentions side by side: a teacher is fine-tuned, then every attention from it, with equal steps.
+"""Compare attentions: fine-tune a teacher, then each attention from it for equally many steps.
 
-Each result is a line of `rows.jsonl`, written at once. A repeated call goes on where it stopped.
+Each result is a line of `rows.jsonl`, written at once. A repeated call continues where it stopped.
 """
 
 import json
@@ -26,7 +26,7 @@ from distill.vision.training import METRICS, Run, fine_tune, open_run
 ROWS, TEACHER = "rows.jsonl", "teacher"
 FLAT = "flat@"
 FLAT_SIZES = range(32, 513, 32)
-TIMED_IMAGES = 4  # as the paper
+TIMED_IMAGES = 4  # as in the paper
 NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
 Row = dict[str, Any]
 
@@ -40,17 +40,17 @@ def compare(
     rate: float,
     seeds: Sequence[int],
 ) -> None:
-    """Compare attentions of one task.
+    """Compare attentions on one task.
 
     Args:
-        config: of the teacher.
-        names: of `parse_attention`; `flat@M64P16C8` is flat VQ of equal kernel time (on a CPU, of
-            equal columns).
+        config: the teacher's configuration.
+        names: names for `parse_attention`; `flat@M64P16C8` is flat VQ with equal kernel time (on a
+            CPU, equal columns).
         output: folder for the teacher and `rows.jsonl`.
-        steps: of each attention after the teacher.
-        rate: learning rate of each attention over that of the teacher.
-        seeds: a run for each; the order and the flips of the images differ. That of the first also
-            has the score before the first step, and the time of a layer's attention.
+        steps: steps per attention after the teacher.
+        rate: learning rate of each attention, relative to the teacher's.
+        seeds: one run each; image order and flips differ. The first run also records the score
+            before the first step, and the time of a layer's attention.
 
     Raises:
         OSError, ValueError, TypeError, FloatingPointError: as `fine_tune`.
@@ -102,7 +102,7 @@ def _started(config: VisionConfig, output: Path) -> Run:
 
 
 def _resolved(name: str, config: VisionConfig, output: Path) -> str:
-    """The name of an attention; for `flat@...`, that of flat VQ of equal kernel time."""
+    """The name of an attention; `flat@...` becomes flat VQ with equal kernel time."""
     if not name.startswith(FLAT):
         return name
     sizes, slash, form = name.removeprefix(FLAT).partition("/")
@@ -118,20 +118,20 @@ def _resolved(name: str, config: VisionConfig, output: Path) -> str:
 
 
 def flat_of_time(limit: float, time_of: Callable[[int], float]) -> int:
-    """The most codewords of flat VQ that take no longer than `limit`, or the fewest."""
+    """The most codewords with which flat VQ takes no longer than `limit`, else the fewest."""
     return FLAT_SIZES[max(bisect_right(FLAT_SIZES, limit, key=time_of) - 1, 0)]
 
 
 @torch.no_grad()
 def kernel_ms(run: Run) -> float:
-    """Time of the attention of a layer in the middle of the model, alone, in the run's dtype."""
+    """Time of the attention of one layer, in the middle of the model, in the run's dtype."""
     model, pixel_values, args = run.model, run.images[:TIMED_IMAGES], run.trainer.args
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     layers = select_layers(model)
     layer = layers[len(layers) // 2]
     call = observe(model, pixel_values)[0][layer.name]
     sink_key, sink_value = (call.options[name] for name in ("sink_key", "sink_value"))
-    # Any queries of CLS take as long. In the memory layout of projections.
+    # Time does not depend on CLS queries' values. In the memory layout of projections.
     tensors = [
         with_sinks(tokens, sinks).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
         for tokens, sinks in zip(call[:3], (sink_key, sink_key, sink_value), strict=True)
@@ -143,7 +143,7 @@ def kernel_ms(run: Run) -> float:
         options = {"dropout": 0.0, "scaling": call.options["scale"], "is_causal": False}
         times.append(_ms(lambda: attend(attn, *tensors, None, **options)))
 
-    # In a pass, where the layer knows the grid of its tokens.
+    # During a forward pass, where the layer knows the grid of its tokens.
     with layer.attn.register_forward_pre_hook(measure), evaluating(model):
         model(pixel_values=pixel_values)
     return times[0]

@@ -20,8 +20,8 @@ class AttentionName:
 
     Args:
         baseline: one of `BASELINES`, or None.
-        avq: sizes of AVQ, or None.
-        own: whether its codewords come from the keys of each call.
+        avq: AVQ's sizes, or None.
+        own: whether codewords come from the keys of each call.
     """
 
     baseline: str | None = None
@@ -30,11 +30,11 @@ class AttentionName:
 
 
 def parse_attention(name: str, **fields: bool) -> AttentionName:
-    """Parse `exact`, a name of `BASELINES`, or sizes of AVQ.
+    """Parse `exact`, a name from `BASELINES`, or AVQ's sizes.
 
-    `M64P16C8` has stored codewords, the paper's form, `M64P16C8/means` stored ones that mean keys
-    represent, `M64P16C8/own` those of each call, and `M64P16C8/own1` these after an update. `M192`
-    is flat VQ.
+    `M64P16C8` has stored codewords, the paper's form; `M64P16C8/means` stored codewords with keys
+    represented by means; `M64P16C8/own` own codewords, and `M64P16C8/own1` own codewords after one
+    update. `M192` is flat VQ.
 
     Raises:
         ValueError: there is no such attention.
@@ -64,16 +64,16 @@ class DataConfig(Config):
     """The images and how they reach the model.
 
     Args:
-        path: for classification a folder `{train,val}/CLASS/*`, or the Hub id of a data set with
+        path: for classification a folder `{train,val}/CLASS/*`, or the Hub id of a dataset with
             columns image and label; for segmentation a folder in ADE20K's layout.
-        num_labels: classes of segmentation, without 0, which is ignored; null for classification.
+        num_labels: segmentation classes, without 0, which is ignored; null for classification.
         image_size: side of the images in pixels.
-        resize: `"crop"`, the square centre, or `"squash"`.
-        crop_share: share of a cropped image's shorter side that is seen.
-        interpolation: `"bicubic"` or `"bilinear"`; label maps take the nearest label.
-        mean, std: of each colour, from 0 to 1.
-        augment: of training images: `"crop"`, a random piece and a flip (classification only),
-            `"flip"` or `"none"`.
+        resize: `"crop"`, a centre crop, or `"squash"`.
+        crop_share: share of a cropped image's shorter side that is kept.
+        interpolation: `"bicubic"` or `"bilinear"`; label maps use the nearest label.
+        mean, std: per channel, for values from 0 to 1.
+        augment: augmentation of training images: `"crop"`, a random crop and flip (classification
+            only), `"flip"` or `"none"`.
     """
 
     path: str
@@ -89,15 +89,15 @@ class DataConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningConfig(CodebookConfig):
-    """How the codebooks of stored codewords start and learn; other attentions ignore it.
+    """How stored codebooks are initialized and learned; other attentions ignore it.
 
     Args:
-        key_norm: normalize keys by a learnable LayerNorm, which starts as near to no change as it
-            can.
+        key_norm: normalize keys with a learnable LayerNorm, initialized to change them as little as
+            possible.
         full_spawning: refine all parents during training.
         commitment_weight: weight of the mean squared quantization error of the keys.
         project_children: keep the mean of each parent's children at the parent.
-        diveq: train the codewords by gradients (DiVeQ) instead of EMA.
+        diveq: train the codewords with gradients (DiVeQ) instead of EMA.
     """
 
     key_norm: bool
@@ -121,14 +121,14 @@ class VisionConfig(Config):
 
     Args:
         task: `"classification"` or `"segmentation"`.
-        model: folder or Hub id of a transformers model, or the Hub id of one of timm's ViTs. A
-            model without DPT's head gets one for segmentation.
-        attention: name of `parse_attention`.
+        model: folder or Hub id of a transformers model, or the Hub id of one of timm's ViTs. For
+            segmentation, a model without DPT's head gets one.
+        attention: a name for `parse_attention`.
         data: images.
-        codebooks: of stored codewords.
-        head_rate: learning rate of the head over that of the other parameters.
-        trainer: fields of transformers' `TrainingArguments`, by their names. Checkpoints are scored
-            by `top1` or `miou`, in percent.
+        codebooks: settings of stored codebooks.
+        head_rate: learning rate of the head, relative to the other parameters'.
+        trainer: fields of transformers' `TrainingArguments`, by name. Checkpoints are scored by
+            `top1` or `miou`, in percent.
     """
 
     task: Literal["classification", "segmentation"]

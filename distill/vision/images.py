@@ -1,7 +1,7 @@
-"""Labelled images on disk or from the Hub, as tensors.
+"""Labelled images from disk or the Hub, as tensors.
 
-Every image becomes RGB, upright and on white. Label maps keep their labels: they are resized to the
-nearest one.
+Every image is converted to RGB, upright and on white. Label maps are resized with nearest-neighbour
+interpolation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,24 +21,24 @@ from distill.vision.config import DataConfig, VisionConfig
 
 HUB_SPLITS = {"training": "train", "validation": "validation"}
 IGNORED = 255
-SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of random pieces, as usual on ImageNet
+SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of random crops, as usual on ImageNet
 TRIALS = 10
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 class Prepared(data.Dataset):
-    """Labelled images as the model takes them: `pixel_values`, uint8 (3, S, S), and `labels`.
+    """Labelled images in the model's format: `pixel_values`, uint8 (3, S, S), and `labels`.
 
-    `labels` is a class, or (S, S) uint8 in which 255 is ignored. Random pieces and flips depend on
-    seed, `epoch` and index only, so a resumed run sees the same ones. Reading an image raises
+    `labels` is a class, or (S, S) uint8 in which 255 is ignored. Random crops and flips only depend
+    on seed, `epoch` and index, so a resumed run sees the same ones. Reading an image raises
     `DataError` if it or its label map is damaged, or the map does not fit.
 
     Args:
-        rows: `image`, undecoded as `datasets` has it, and `label`, a class or the path of a map.
-        config: of the data.
-        seed: of random pieces and flips; None makes none.
-        numbers: of the classes by their label; empty for maps.
+        rows: `image`, undecoded as in `datasets`, and `label`, a class or the path of a map.
+        config: configuration of the data.
+        seed: seeds random crops and flips; None makes none.
+        numbers: class number by label; empty for maps.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Prepared(data.Dataset):
         return {"pixel_values": pixels, "labels": labels}
 
     def first(self, count: int) -> Tensor:
-        """The first images, or all if they are fewer, not augmented."""
+        """The first `count` images, or all if there are fewer, without augmentation."""
         plain = Prepared(self.rows, self.config, None, self.numbers)
         return torch.stack([plain[i]["pixel_values"] for i in range(min(count, len(plain)))])
 
@@ -84,7 +84,7 @@ class Prepared(data.Dataset):
         image = _read(read_upright, path, path)
         if image.mode not in ("L", "P") or image.size != size:
             raise DataError(
-                f"a label map must hold one number a pixel (mode L or P) and have the size of its "
+                f"a label map must hold one number per pixel (mode L or P), with the size of its "
                 f"image, {size}, but {path} has mode {image.mode} and size {image.size}."
             )
         labels = np.asarray(image.resize((self.config.image_size,) * 2, Image.Resampling.NEAREST))
@@ -100,8 +100,8 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
     """The training and the validation images of a run, and the names of the classes, if any.
 
     Raises:
-        ValueError: the data are not as `DataConfig` says.
-        OSError: there is no such data set.
+        ValueError: the data are not as described in `DataConfig`.
+        OSError: there is no such dataset.
     """
     root = Path(config.data.path)
     splits: list[Rows]
@@ -154,12 +154,12 @@ def label_maps(root: Path, split: str) -> Rows:
 
 
 def labels_of(rows: Any, name: str) -> tuple[list[Any], list[str]]:
-    """The values of the column label in the order of the classes, and the names of the classes.
+    """The values of the label column in class order, and the class names.
 
-    Whole numbers and texts without names are classes in sorted order.
+    Integers and strings without class names are sorted.
 
     Raises:
-        ValueError: the labels are no classes, or a split has a label that training images lack.
+        ValueError: the labels are not classes, or a split has a label that training images lack.
     """
     found = {split: set(rows[split].unique("label")) for split in HUB_SPLITS.values()}
     if names := getattr(rows["train"].features["label"], "names", None):
@@ -181,7 +181,7 @@ def labels_of(rows: Any, name: str) -> tuple[list[Any], list[str]]:
 
 
 def central(size: tuple[int, int], share: float) -> tuple[float, float, float, float]:
-    """The box of a square in the middle, of this share of the shorter side."""
+    """The box of a centre square with this share of the shorter side."""
     side = min(size) * share
     return tuple((length + sign * side) / 2 for sign in (-1, 1) for length in size)
 

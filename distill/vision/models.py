@@ -1,4 +1,4 @@
-"""Vision models for fine-tuning: of transformers, of timm, or a backbone with DPT's head."""
+"""Vision models for fine-tuning: from transformers, from timm, or a backbone with DPT's head."""
 
 import json
 import re
@@ -46,14 +46,14 @@ TIMM_NAMES = {
     r"mlp.fc1": "intermediate.dense",
     r"mlp.fc2": "output.dense",
 }
-NECK_SIZES, FUSION_SIZE = (48, 96, 192, 384), 64  # of DPT's head on a small backbone
+NECK_SIZES, FUSION_SIZE = (48, 96, 192, 384), 64  # DPT's head on a small backbone
 
 
 class BackboneForSemanticSegmentation(DPTPreTrainedModel):
     """A transformers backbone with DPT's neck and head.
 
     Args:
-        config: with a `backbone_config` of four feature maps that are not reshaped.
+        config: its `backbone_config` has four feature maps that are not reshaped.
     """
 
     def __init__(self, config: DPTConfig) -> None:
@@ -76,7 +76,7 @@ class BackboneForSemanticSegmentation(DPTPreTrainedModel):
 
 
 def at_size_of(labels: Tensor, logits: Tensor) -> Tensor:
-    """Logits (B, labels, h, w) at the size of labels (B, S, S)."""
+    """Logits (B, labels, h, w), resized to labels (B, S, S)."""
     return F.interpolate(logits.float(), labels.shape[-2:], mode="bilinear", align_corners=False)
 
 
@@ -95,11 +95,11 @@ def load_model(config: VisionConfig, classes: Sequence[str]) -> PreTrainedModel:
 
 
 def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
-    """A classifier of these classes; its head is new unless the model has as many.
+    """A classifier for these classes; its head is new unless the model has as many classes.
 
     Raises:
         OSError: there is no such model.
-        ValueError: transformers knows no classifier of its kind, or there is one class only.
+        ValueError: transformers has no classifier of its kind, or there is only one class.
     """
     if len(classes) < 2:
         raise ValueError(f"a classifier needs two classes or more, but got {', '.join(classes)}.")
@@ -123,11 +123,11 @@ def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
 
 
 def load_segmenter(name: str, num_labels: int) -> PreTrainedModel:
-    """A segmentation model; DPT's own, or a backbone with a new head of DPT.
+    """A segmentation model: DPT itself, or a backbone with a new DPT head.
 
     Raises:
         OSError: there is no such model.
-        ValueError: transformers knows no backbone of its kind.
+        ValueError: transformers has no backbone of its kind.
     """
     config = AutoConfig.from_pretrained(name)
     if BackboneForSemanticSegmentation.__name__ in (config.architectures or ()):
@@ -139,12 +139,12 @@ def load_segmenter(name: str, num_labels: int) -> PreTrainedModel:
     is_plain = hasattr(config, "num_hidden_layers") and not hasattr(config, "depths")
     if config.model_type not in MODEL_FOR_BACKBONE_MAPPING_NAMES or not is_plain:
         raise ValueError(
-            f"model must be DPT, or a vision transformer of one grid that transformers has as a "
+            f"model must be DPT, or a single-grid vision transformer that transformers has as a "
             f"backbone, but {name} is of type {config.model_type}."
         )
     config.out_indices = [config.num_hidden_layers * quarter // 4 for quarter in range(1, 5)]
     config.reshape_hidden_states = False
-    # `AutoBackbone.from_pretrained` reads no folder.
+    # `AutoBackbone.from_pretrained` does not read folders.
     kind = type(AutoBackbone.from_config(config))
     backbone = kind.from_pretrained(name, config=config, dtype=torch.float32)
     model = BackboneForSemanticSegmentation(
@@ -173,12 +173,12 @@ def _load_timm(name: str, options: Mapping[str, Any]) -> ViTForImageClassificati
 def vit_from_timm(
     weights: Mapping[str, Tensor], image_size: int, options: Mapping[str, Any]
 ) -> ViTForImageClassification:
-    """A ViT of timm as one of transformers, with equal outputs.
+    """Convert a timm ViT to transformers, with equal outputs.
 
     Args:
-        weights: by timm's names.
+        weights: weights under timm's names.
         image_size: side of its images.
-        options: of the `ViTConfig`; a head for other classes is new.
+        options: fields of the `ViTConfig`; a head for other classes is new.
 
     Raises:
         ValueError: the weights are not those of a plain ViT with a class token.
@@ -205,7 +205,7 @@ def vit_from_timm(
             **options,
         )
     except KeyError as error:
-        raise ValueError(f"the weights are not a ViT of timm: there is no {error}.") from error
+        raise ValueError(f"the weights are not a timm ViT: there is no {error}.") from error
     model, found = ViTForImageClassification.from_pretrained(
         None,
         config=config,
@@ -215,7 +215,7 @@ def vit_from_timm(
     )
     if found["missing_keys"] or found["unexpected_keys"]:
         raise ValueError(
-            f"the weights are not a ViT of timm: they lack {sorted(found['missing_keys'])} and "
+            f"the weights are not a timm ViT: they lack {sorted(found['missing_keys'])} and "
             f"have {sorted(found['unexpected_keys'])}."
         )
     return model

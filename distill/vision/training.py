@@ -1,4 +1,4 @@
-"""Fine-tuning by transformers' `Trainer`."""
+"""Fine-tuning with transformers' `Trainer`."""
 
 import json
 import math
@@ -40,7 +40,7 @@ from distill.vision.models import at_size_of, load_model
 
 METRICS = {"classification": "top1", "segmentation": "miou"}
 CONFIG_FILE = "config.json"
-# Fields in which a resumed run may differ.
+# Fields that a resumed run may change.
 FREE = tuple(
     f"trainer.{name}" for name in ("logging_steps", "save_total_limit", "dataloader_num_workers")
 )
@@ -50,7 +50,7 @@ HEADS = ("classifier", "head", "neck", "auxiliary_head")
 class Learner(nn.Module):
     """A model that takes uint8 images and, in training, adds the commitment loss to its loss.
 
-    `layers` are those with codebooks that learn.
+    `layers` are the layers with codebooks that learn.
     """
 
     def __init__(self, model: PreTrainedModel, config: VisionConfig) -> None:
@@ -63,15 +63,15 @@ class Learner(nn.Module):
             self.register_buffer(name, scaled, persistent=False)
 
     def normalized(self, pixels: Tensor) -> Tensor:
-        """What the model takes for uint8 images (B, 3, S, S)."""
+        """The model's input for uint8 images (B, 3, S, S)."""
         return (pixels.to(self.mean.device).float() - self.mean) / self.std
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return `loss` and `logits`. Labels are those of `Prepared`."""
+        """Return `loss` and `logits`, for labels from `Prepared`."""
         with recorded(layer.quantizer for layer in self.layers.values()) as leaves:
             outputs = self.model(pixel_values=self.normalized(pixel_values), labels=labels.long())
         loss = outputs.loss
-        if leaves:  # in training mode only
+        if leaves:  # only in training mode
             commitment = torch.stack([found.commitment() for found in leaves.values()]).mean()
             loss = loss + self.commitment_weight * commitment
         for quantizer, found in leaves.items():
@@ -84,9 +84,9 @@ class Learner(nn.Module):
 
 
 class Steps(TrainerCallback):
-    """What `Trainer` does not do: epochs of random pieces, codebooks, the end at a loss of NaN.
+    """What `Trainer` lacks: epochs for random crops, codebook updates, stopping on a NaN loss.
 
-    The codebooks are updated by the keys of all micro-batches, once for each optimizer step.
+    The codebooks are updated from the keys of all micro-batches, once per optimizer step.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Run:
     """A model with its attention, ready to be trained or scored.
 
     Attributes:
-        config: of the run.
-        model: with its attention.
+        config: the run's configuration.
+        model: the model with its attention.
         attention: parsed from `config`.
-        layers: those with codebooks that learn, by name.
-        trainer: of the `Learner` around the model.
-        images: some of the training images, (B, 3, S, S), as the model takes them.
+        layers: layers with codebooks that learn, by name.
+        trainer: trains the `Learner` around the model.
+        images: some training images (B, 3, S, S), in the model's format.
     """
 
     config: VisionConfig
@@ -134,7 +134,7 @@ class Run:
     images: Tensor
 
     def start_codebooks(self) -> None:
-        """Fit codebooks that learn to keys of the model."""
+        """Fit the codebooks that learn to keys of the model."""
         args = self.trainer.args
         per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         settings = self.config.codebooks
@@ -153,7 +153,7 @@ class Run:
         return self.trainer.evaluate()[f"eval_{METRICS[self.config.task]}"]
 
     def save(self, output: Path) -> None:
-        """Write `model` and, for stored codewords, `codebooks`; the model has exact attention."""
+        """Write `model`, with exact attention, and for stored codewords `codebooks`."""
         if self.layers:
             learned = learned_codebooks(self.model, self.attention.avq, self.layers)
             learned.save_pretrained(output / "codebooks")
@@ -163,16 +163,16 @@ class Run:
 
 
 def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
-    """Open the data and the model of a run; codebooks that learn are NaN.
+    """Open a run's data and model; codebooks that learn are still NaN.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         output: folder for checkpoints.
-        quiet: print no line for each log.
+        quiet: do not print log lines.
 
     Raises:
         OSError, ValueError: data or model cannot be read, or do not fit together.
-        TypeError: `TrainingArguments` have no such field.
+        TypeError: `TrainingArguments` has no such field.
     """
     args = TrainingArguments(
         output_dir=str(output),
@@ -182,8 +182,8 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
         batch_eval_metrics=True,
         label_names=["labels"],
         remove_unused_columns=False,
-        logging_nan_inf_filter=False,  # it would wait for the device in each step
-        ddp_broadcast_buffers=False,  # codebooks are updated alike in all processes
+        logging_nan_inf_filter=False,  # would synchronize with the device in each step
+        ddp_broadcast_buffers=False,  # codebooks are updated identically in all processes
         report_to="none",
         disable_tqdm=quiet,
         **config.trainer,
@@ -191,7 +191,7 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
     (training, validation), classes = open_images(config, args.seed)
     if len(training) < args.train_batch_size:
         raise ValueError(
-            f"there must be at least {args.train_batch_size} training images, one batch, but got "
+            f"training needs at least {args.train_batch_size} images, one batch, but got "
             f"{len(training)}."
         )
     torch.manual_seed(args.seed)
@@ -220,7 +220,7 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, head_rate: float
 ) -> torch.optim.Optimizer:
-    """AdamW. The head has a rate of its own; vectors and codewords do not decay."""
+    """AdamW; the head has its own rate, and vectors and codewords have no weight decay."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         decays = parameter.ndim > 1 and CHILD not in name
@@ -236,7 +236,7 @@ def make_optimizer(
 
 
 def metric_of(task: str, num_labels: int) -> Callable[..., dict[str, float]]:
-    """Add up batches of predictions; at the last one return the score of all, in percent."""
+    """Accumulate batches of predictions; at the last one return the total score, in percent."""
     metric = (
         MulticlassJaccardIndex(num_labels, ignore_index=IGNORED, validate_args=False)
         if task == "segmentation"
@@ -260,19 +260,19 @@ def predictions(task: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, float]:
-    """Fine-tune a model and return its figures on the validation images, such as `eval_top1`.
+    """Fine-tune a model and return its metrics on the validation images, such as `eval_top1`.
 
-    `output` gets `model` and, for stored codewords, `codebooks`, for `apply_avq`. A baseline's own
-    weights are part of `model`.
+    Writes `model` to `output` and, for stored codewords, `codebooks` for `apply_avq`. A baseline's
+    own weights are part of `model`.
 
     Args:
-        config: of the run.
-        output: folder of the run.
+        config: the run's configuration.
+        output: the run's folder.
         resume: continue from the newest checkpoint, if there is one.
 
     Raises:
-        OSError, ValueError, TypeError: as `open_run`, or the folder holds a run, and `resume` is
-            False or the run has other settings.
+        OSError, ValueError, TypeError: as `open_run`, or the folder holds a run and `resume` is
+            False or its settings differ.
         FloatingPointError: the loss is not finite.
     """
     state = PartialState()
@@ -297,13 +297,13 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
 
 
 def newest_checkpoint(output: Path) -> Path | None:
-    """The newest complete checkpoint: a kill can leave one without its last file."""
+    """The newest complete checkpoint; a killed run can leave one without its last file."""
     found = [path.parent for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _claim(path: Path, config: VisionConfig, resume: bool) -> None:
-    """Take the folder of a run for this configuration."""
+    """Claim a run's folder for this configuration."""
     if not path.is_file():
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(plain_values(config), indent=2) + "\n")

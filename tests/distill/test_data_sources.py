@@ -59,7 +59,7 @@ def test_scenes_are_the_training_scenes():
         ("folder", {"preprocessing": "pad"}, "preprocessing must be one of crop, linfusion"),
         ("folder", {"path": None}, "source folder needs path"),
         ("folder", {"split": "train"}, "source folder takes no split, but got 'train'"),
-        ("huggingface json", {"caption_column": "a"}, "captions must be None when"),
+        ("huggingface json", {"caption_column": "a"}, "captions and caption_column exclude"),
         ("huggingface", {"caption_column": None}, "needs caption_column or captions"),
         ("huggingface", {"num_samples": 0}, "num_samples must be at least 1"),
         ("huggingface", {"workers": -1}, "workers must be at least 0"),

@@ -39,7 +39,7 @@ def test_a_broken_image_is_named_and_replaced(tmp_path):
     order = next(sample_order(5, **arguments(batch_size=5, seed=3)))
     (tmp_path / "data" / "a.png").write_bytes(png(pictures()[1])[:400])
     (tmp_path / "data" / "e.png").write_text("no picture")
-    told = r"sample {} of .*{}\.png\) cannot be read: .*; the following sample takes its place"
+    told = r"sample {} of .*{}\.png\) cannot be read: .*; the next sample takes its place"
     with (
         pytest.warns(UserWarning, match=told.format(0, "a")),
         pytest.warns(UserWarning, match=told.format(3, "e")),
@@ -60,9 +60,9 @@ def test_a_broken_image_is_named_and_replaced(tmp_path):
         ),
         (
             {"text": None},
-            "^the caption of sample 0 of .*data must be a text, but is None; the fol",
+            "^the caption of sample 0 of .*data must be text, but is None; the next",
         ),
-        ({"text": 5}, "^the caption of sample 0 of .*data must be a text, but is 5; the following"),
+        ({"text": 5}, "^the caption of sample 0 of .*data must be text, but is 5; the next"),
     ],
 )
 def test_a_row_without_image_or_text_is_a_broken_sample(row, message, tmp_path):

@@ -466,7 +466,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(model, tmp_path):
     result = run(model, tmp_path, checkpoint_every=1, **settings)
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
-    assert error.startswith("error: training stopped: a loss or gradient of the 1 steps up to 2")
+    assert error.startswith("error: training stopped: a loss or gradient in the 1 steps up to 2")
     assert steps_of(tmp_path) == [1]
     assert all(x.isfinite().all() for group in final(tmp_path, 1).values() for x in group.values())
     assert not (tmp_path / "codebooks").exists()
@@ -616,7 +616,7 @@ def test_a_folder_that_another_run_writes_is_refused(finished, model, monkeypatc
     monkeypatch.setattr(distill.checkpointing.run_folder, "LOCK_SECONDS", 0)
     with locked(finished):
         error = refused(model, finished, "--resume")
-        assert f"error: another run writes {finished}; wait for its end, or choose" in error
+        assert f"error: another run is writing {finished}; wait for it, or choose" in error
 
 
 def test_a_truncated_base_model_is_one_sentence(model, tmp_path):
@@ -648,7 +648,7 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
     assert "was trained on other data; images or captions have changed since." in error
     path.write_text(saved)
     error = refused(model, output, "--resume", batch_size=2, weight_decay=1)
-    assert "has another configuration; it differs in batch_size, weight_decay." in error
+    assert "has a different configuration: batch_size, weight_decay." in error
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings,
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ({"unet": sdxl_unet}, r"has additional conditions \(text_time\)"),
+        ({"unet": sdxl_unet}, r"takes additional conditions \(text_time\)"),
         ({"unet": lambda: tiny_unet(in_channels=9)}, "takes 9 channels, like one for inpainting"),
         ({"text_encoder": lambda: None}, "has no text_encoder"),
         (

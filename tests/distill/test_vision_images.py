@@ -195,7 +195,7 @@ def flat(value, size=(16, 12), mode="L"):
     ("file", "spoil", "message"),
     [
         ("annotations/a.png", flat(9), "labels must be at most num_labels = 3, but .*a.png has 9"),
-        ("annotations/a.png", flat(1, mode="RGB"), r"one number a pixel .*a.png has mode RGB"),
+        ("annotations/a.png", flat(1, mode="RGB"), r"one number per pixel .*a.png has mode RGB"),
         ("annotations/a.png", flat(1, (3, 3)), r"size of its image, \(16, 12\).* size \(3, 3\)"),
         ("annotations/b.png", Path.unlink, "1 of 2 lack one: there is no .*b.png"),
         ("annotations/a.png", lambda path: path.write_bytes(b"no"), "a.png cannot be read as an"),

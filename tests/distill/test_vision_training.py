@@ -424,7 +424,7 @@ def test_a_vit_of_timm(tmp_path, monkeypatch):
         assert other(images).logits.shape == (2, 3)
     for name, told in (("blocks.1.mlp.fc2.bias", "fc2.bias"), ("patch_embed.proj.weight", "proj")):
         cut = {key: value for key, value in weights.items() if key != name}
-        with pytest.raises(ValueError, match=f"not a ViT of timm: .*{told}"):
+        with pytest.raises(ValueError, match=f"not a timm ViT: .*{told}"):
             vit_from_timm(cut, 32, {})
 
 

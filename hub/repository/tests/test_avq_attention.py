@@ -15,7 +15,7 @@ pytestmark = pytest.mark.kernels_ci
 
 
 def tokens(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query, key and value (B, H, N, D) of a grid of 16 x 24 whose keys are in clusters."""
+    """Query, key and value (B, H, N, D) of a 16 x 24 grid with clustered keys."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 384, 64, generator=generator)
     key = 0.3 * key + 2 * torch.randn(2, 3, 6, 64, generator=generator).repeat_interleave(64, 2)
@@ -23,7 +23,7 @@ def tokens(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def errors(attend, expected, dtype: torch.dtype) -> list[float]:
-    """Relative, of the output and of the gradients."""
+    """Relative errors of the output and the gradients."""
 
     def results(function, inputs):
         output = function(*inputs)
@@ -34,7 +34,7 @@ def errors(attend, expected, dtype: torch.dtype) -> list[float]:
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, right, strict=True)]
 
 
-# With all parents or none refined, no rounding can change a choice.
+# With all or no parents refined, rounding cannot change a choice.
 @pytest.mark.parametrize("num_refined", [0, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_agrees_with_the_definition(dtype, num_refined):
