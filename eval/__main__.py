@@ -10,7 +10,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measure AVQ attention: speed, likeness to exact attention, quality.",
+    help="Measure AVQ attention: speed, similarity to exact attention, quality.",
 )
 for commands in (quality, codebooks, keys, pages):
     app.add_typer(commands.app)

@@ -1,4 +1,4 @@
-"""Self-attention methods: loading one by its name, and switching a pipeline to it."""
+"""Self-attention methods: load one by name, and switch a pipeline to it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ from eval.names import (
 from eval.store.report import folder_digest
 
 COMPUTATION = ("num_updates", "query_tile", "query_order", "key_norm")
-CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
+CALIBRATION_SEED = 1_000_000_000  # its noise is shared with no image of a table
 
 
 def own_values(
@@ -64,9 +64,9 @@ def own_values(
     scale: float | None,
     **sizes: Any,
 ) -> tuple[Tensor, str]:
-    """Negative control: every token of the grid attends to itself and to the text only.
+    """Negative control: grid tokens only attend to themselves and the text.
 
-    Without a text, they get their own values.
+    Without text, they get their own values.
     """
     if sink_key is None or sink_value is None:
         return value, NO_ATTENTION
@@ -93,7 +93,7 @@ def peer_attention(
     scale: float | None,
     **sizes: Any,
 ) -> tuple[Tensor, str]:
-    """A peer over the tokens in their order of neighbours, and the text's after them."""
+    """A peer's attention over the grid tokens in query order, followed by the text."""
     order, key_order = query_order.long(), key_order.long()
     key, value = key[:, :, key_order], value[:, :, key_order]
     if sink_key is not None and sink_value is not None:
@@ -115,16 +115,16 @@ class Method:
 
     Attributes:
         name: see `parse_method`.
-        levels: UNet levels that change.
-        codebooks: calibrated or loaded ones, also those of own codewords with trained projections;
-            None for methods without.
+        levels: UNet levels to change.
+        codebooks: calibrated or loaded ones, including own codewords with trained projections; None
+            for methods without.
         own: sizes of own codewords without training; None for other methods.
         num_refined: parents refined per query tile, instead of the codebooks' own number.
         linfusion: processors of LinFusion layers by layer name.
         sha256: digest of the folder that the method was loaded from.
-        uncalibrated: configuration that `calibrated` makes codebooks of.
+        uncalibrated: configuration for `calibrated` to make codebooks from.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
-            Importance with Tiled Codewords"), which the definition computes; None is exact.
+            Importance with Tiled Codewords"), computed by the definition; None is exact.
     """
 
     name: str
@@ -138,10 +138,10 @@ class Method:
     importance_tile: int | None = None
 
     def with_fields(self, importance_tile: int | None = None, **fields: Any) -> "Method":
-        """Replace fields of the `AVQConfig` that change no stored codeword. Weights are shared.
+        """Replace `AVQConfig` fields that do not change stored codewords; weights are shared.
 
         Raises:
-            TypeError, ValueError: a field does not take such a value.
+            TypeError, ValueError: a field has an invalid value.
         """
         method = replace(self, importance_tile=importance_tile)
         if self.own is not None:
@@ -153,9 +153,9 @@ class Method:
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
-        """The configurations of the layers with `num_refined` applied.
+        """The layers' configurations with `num_refined` applied.
 
-        One for each layer of codebooks, one for all layers of own codewords, none otherwise.
+        One per layer for codebooks, one for all layers for own codewords, none otherwise.
         """
         configs = [] if self.own is None else [self.own]
         if self.codebooks is not None:
@@ -165,12 +165,12 @@ class Method:
 
     @property
     def has_own_codewords(self) -> bool:
-        """Whether the codewords are keys of each call, with trained projections or without."""
+        """Whether codewords come from the keys of each call, projections trained or not."""
         return self.own is not None or (self.codebooks is not None and self.codebooks.own_codewords)
 
     @property
     def unusual_fields(self) -> dict[str, Any]:
-        """Fields that change the computation, are not the default, and are missing from `facts`."""
+        """Non-default fields that change the computation and are missing from `facts`."""
         if self.codebooks is None:
             return {}
         config, usual = self.codebooks.avq_config, AVQConfig()
@@ -179,7 +179,7 @@ class Method:
 
     @property
     def origin(self) -> str | None:
-        """`"distilled"`, `"calibrated"` or `"own"`; None without codewords and LinFusion."""
+        """`"distilled"`, `"calibrated"` or `"own"`; None without codewords or LinFusion."""
         if self.linfusion is not None:
             return "distilled"
         if self.own is not None:
@@ -191,9 +191,9 @@ class Method:
     def facts(self) -> dict[str, Any]:
         """The method's fields in a row.
 
-        `config` says the sizes and form of the codewords and the layers that stay exact, or
-        `"LinFusion"`. Effective codewords, M0 + P C, are what a query attends to, the paper's cost;
-        they are averaged over layers.
+        `config` gives the sizes and form of the codewords and the layers kept exact, or
+        `"LinFusion"`. Effective codewords, M0 + P C, are what a query attends to, the paper's cost,
+        averaged over layers.
         """
         configs = self.layer_configs
         labels = [LINFUSION_CONFIG] if self.linfusion is not None else []
@@ -219,7 +219,7 @@ def prepare_methods(
     levels: tuple[int, ...],
     calibration_prompts: Sequence[str],
 ) -> list[Method]:
-    """`load_methods`, then `calibrated`: mistakes in any name come before the work.
+    """`load_methods`, then `calibrated`: errors in any name come before the work.
 
     Raises:
         FileNotFoundError, ValueError: see `load_methods`.
@@ -233,12 +233,13 @@ def load_methods(
 ) -> list[Method]:
     """Load methods for a pipeline without AVQ and LinFusion; `calibrated` adds missing codebooks.
 
-    `levels` are the UNet levels that change. Folders bring their own.
+    `levels` are the UNet levels to change; folders bring their own.
 
     Raises:
         FileNotFoundError: a folder lacks a file.
-        ValueError: a name is unknown, a folder is missing, damaged, of another model or cannot
-            refine so many parents, a level has no self-attention, or the pipeline is not as it was.
+        ValueError: a name is unknown; a folder is missing, damaged, of another model or cannot
+            refine that many parents; a level has no self-attention; or the pipeline already has AVQ
+            or LinFusion.
     """
     _refuse_changed(pipe)
     is_unet = has_unet(pipe)
@@ -254,7 +255,7 @@ def calibrated(
 ) -> Method:
     """The method with its codebooks, on the pipeline's device.
 
-    Calibration takes its default steps, so codebooks do not depend on the steps of the images.
+    Calibration uses its default steps, so codebooks do not depend on the images' steps.
     """
     codebooks = method.codebooks
     if method.uncalibrated is not None:
@@ -264,11 +265,12 @@ def calibrated(
 
 @contextmanager
 def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[None]:
-    """Run the pipeline's self-attention by a method of `prepare_methods` inside the `with` block.
+    """Run the pipeline's self-attention with a method from `prepare_methods` inside the `with`
+    block.
 
     Raises:
-        ValueError: the codebooks are those of another model or cannot refine so many parents, or
-            the pipeline has AVQ or LinFusion already.
+        ValueError: the codebooks belong to another model or cannot refine that many parents, or the
+            pipeline already has AVQ or LinFusion.
     """
     _refuse_changed(pipe)
     word = method.name.partition("@")[0]
@@ -306,7 +308,7 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
 def tiled_attention(
     query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None, **options: Any
 ) -> tuple[Tensor, str]:
-    """The definition, which takes an `importance_tile`, in place of a layer's AVQ."""
+    """The definition with an `importance_tile`, in place of a layer's AVQ."""
     del options["backend"]
     parents = children = None
     if codebook is not None:
@@ -319,10 +321,10 @@ def tiled_attention(
 def merged_tokens(
     unet: UNet2DConditionModel, levels: tuple[int, ...], ratio: float
 ) -> Iterator[None]:
-    """Run a UNet by ToMe-SD, a share of the tokens merged, down to the last of these levels.
+    """Run a UNet with ToMe-SD merging a share of the tokens, down to the last of these levels.
 
-    Destinations are fixed, unlike tomesd's default: a step can then be captured in a graph, and an
-    image does not depend on those before it.
+    Unlike tomesd's default, destinations are fixed: a step can then be captured in a graph, and an
+    image does not depend on earlier ones.
     """
     import tomesd
 
@@ -335,7 +337,7 @@ def merged_tokens(
 
 @contextmanager
 def layers_run_by(unet: UNet2DConditionModel, processors: Mapping[str, Any]) -> Iterator[None]:
-    """Run layers of a UNet by these processors, and restore the previous ones."""
+    """Run layers of a UNet with these processors, then restore the previous ones."""
     with ExitStack() as stack:
         for layer in select_layers(unet):
             if layer.name in processors:
@@ -397,7 +399,7 @@ def _has_linfusion(folder: str) -> bool:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return config["_class_name"] == LinFusionProcessor.__name__
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # AVQCodebooks says what is wrong
+        return False  # AVQCodebooks will report what is wrong
 
 
 def _linfusion_layers(pipe: StableDiffusionPipeline) -> list[Any]:

@@ -3,18 +3,18 @@
 A name is a word, a configuration or a folder, with suffixes in this order:
 
     exact, value-projection, tome, fa2, cudnn, limit, linfusion
-    tome@.75                ToMe that merges .75 of the tokens instead of half of them
-    pooled@E256             blocks of neighbours, 256 keys of the best exactly
-    pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly
+    tome@.75                ToMe, merging 0.75 of the tokens instead of half
+    pooled@E256             pooled blocks of neighbours, with the best 256 keys exact
+    pisa@.15, pisa0@.15     PISA of first or zeroth order, with 0.15 of the blocks exact
     sol@1.3                 Sol-Attn with a threshold of 1.3
     M64P16C8, M192          a configuration to calibrate
-    runs/m64/codebooks      a folder of codebooks or of LinFusion layers
+    runs/m64/codebooks      a folder of codebooks or LinFusion layers
     @L01                    levels 0 and 1 instead of --levels (tome and configurations)
     -up_blocks.1            the layers of this block stay exact (configurations)
     @P8                     8 refined parents (configurations and codebooks)
     /fastest, /tuned        the default route, or changed projections
-    /means                  mean keys in place of the codewords
-    /own, /own1             the same, codewords from the call's own keys, updated once
+    /means                  mean keys in place of codewords
+    /own, /own1             mean keys, with codewords from the call's own keys; with one update
 """
 
 import re
@@ -36,7 +36,7 @@ KEYS_ONLY = (POOLED, *PEERS)
 FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
 WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
 FOLDER, STORED, OWN, FASTEST, TUNED = "folder", "stored", "own", "fastest", "tuned"
-LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
+LINFUSION_CONFIG = "LinFusion"  # the `config` of its rows
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
 SETTING_FORM = re.compile(rf"({'|'.join((TOME, *PEERS))})@(\d*\.?\d+)")
@@ -44,7 +44,7 @@ CONFIG_FORM = re.compile(
     r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
 )
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
-PATH_SIGNS = "/\\."  # no configuration has one
+PATH_SIGNS = "/\\."  # no configuration contains one
 TOME_LEVELS, TOME_RATIO = (0,), 0.5  # tomesd's defaults
 LEVELS = (0, 1)
 
@@ -59,9 +59,9 @@ class Kind:
     """What the methods of one kind have in common.
 
     Attributes:
-        example: a name.
+        example: an example name.
         places: where they run.
-        label: in tables of times, with a place for the setting.
+        label: label in tables of times, with a placeholder for the setting.
     """
 
     example: str
@@ -101,10 +101,10 @@ class MethodName:
         source: one of `WORDS` or `KEYS_ONLY`, a configuration or a folder.
         kind: its key in `KINDS`.
         config: the configuration with all suffixes applied; None for words and folders.
-        levels: levels of tome's suffix.
-        num_refined: refined parents of a folder's suffix.
-        exact_keys: of pooled blocks.
-        setting: density or threshold of a peer, share of merged tokens of tome.
+        levels: levels in tome's suffix.
+        num_refined: refined parents in a folder's suffix.
+        exact_keys: exact keys of pooled blocks.
+        setting: a peer's density or threshold, tome's share of merged tokens.
     """
 
     source: str
@@ -117,7 +117,7 @@ class MethodName:
 
     @property
     def route(self) -> str:
-        """Of AVQ; `"fastest"` leaves layers exact where that is faster."""
+        """AVQ's route; `"fastest"` leaves layers exact where that is faster."""
         return "fastest" if self.kind == FASTEST else "always"
 
     @property
@@ -127,12 +127,12 @@ class MethodName:
 
     @property
     def own(self) -> bool:
-        """Whether the codewords come from the keys of each call."""
+        """Whether codewords come from the keys of each call."""
         return self.kind == OWN
 
     @property
     def is_stored(self) -> bool:
-        """Whether the codewords are those of a codebook."""
+        """Whether codewords come from a codebook."""
         return self.kind == STORED
 
 
@@ -140,13 +140,13 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
     """Parse the name of a method; configurations without `@L` get `levels`.
 
     Raises:
-        ValueError: the name has another form, there is no such folder, or it is both a folder and a
+        ValueError: the name is malformed, there is no such folder, or it is both a folder and a
             configuration.
     """
     if form := WORD_FORM.fullmatch(name):
         word, digits = form.groups()
         if digits and word != TOME:
-            raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
+            raise ValueError(f"methods: {word} takes no levels, but got {name!r}.")
         setting = TOME_RATIO if word == TOME else None
         return MethodName(word, word, levels=_levels_of(digits), setting=setting)
     if form := POOLED_FORM.fullmatch(name):
@@ -191,7 +191,7 @@ def check_place(name: str, place: str) -> None:
     """Refuse a method that does not run in one of the places of `KINDS`.
 
     Raises:
-        ValueError: it does not, or the name is none.
+        ValueError: it does not run there, or there is no such method.
     """
     if place not in KINDS[parse_method(name, LEVELS).kind].places:
         known = [kind.example for kind in KINDS.values() if place in kind.places]
@@ -199,7 +199,7 @@ def check_place(name: str, place: str) -> None:
 
 
 def timed_method(name: str) -> MethodName:
-    """Parse the name of a method of a step; the default levels are 0 and 1, of tome its own.
+    """Parse the name of a method for a step; default levels are 0 and 1, for tome its own.
 
     Raises:
         ValueError: see `parse_method`.
@@ -227,7 +227,7 @@ def codewords_form(label: str) -> str:
 
 
 def method_name(config: AVQConfig, *, own: bool = False) -> str:
-    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, with what the paper does not have."""
+    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, plus options the paper does not have."""
     if config.num_children:
         name = f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
     else:
@@ -261,12 +261,12 @@ def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
 
 
 def exact_labels(config: AVQConfig) -> list[str]:
-    """Labels of the layers that stay exact."""
+    """Labels of the layers kept exact."""
     return [f"{name} exact" for name in config.exact]
 
 
 def row_label(row: Mapping[str, Any]) -> str:
-    """The method, with its configuration where the name does not say it."""
+    """The method, with its configuration if the name does not give it."""
     name, config = row["method"], row.get("config")
     return name if config in (None, name) else f"{name} ({config})"
 

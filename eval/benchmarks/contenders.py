@@ -1,7 +1,7 @@
-"""What is timed alone: AVQ and the attention that it rivals.
+"""Attention timed on its own: AVQ and its rivals.
 
-Each contender is first checked against its own oracle: exact attention in fp32, or AVQ by another
-backend. A contender with wrong output gets no time.
+Each contender is first checked against an oracle: exact attention in fp32, or AVQ on another
+backend. A contender with wrong output is not timed.
 """
 
 import math
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 DEFAULT_SDPA = "default SDPA"
 FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
-# Far above what fp16 and a near-tie between parents cost, far below what another method gives.
+# Far above the effect of fp16 and of near-ties between parents, far below that of another method.
 TOLERANCE = 0.05
 CHECKED_QUERIES = 64
 PROFILED_CALLS = 20
@@ -39,11 +39,11 @@ class Contender:
     Attributes:
         name: name of the row.
         run: attends on input set i and returns (B, H, N, D).
-        expected: returns the right output for the first set, or for its first queries only; None
+        expected: returns the right output for the first set, or only for its first queries; None
             leaves the output unchecked.
-        facts: further fields of the row.
-        stored: name of the row of stored codewords that this one is compared to, if any.
-        has_stages: whether the row has the times of both stages on CUDA.
+        facts: other fields of the row.
+        stored: name of the row with stored codewords to compare with, if any.
+        has_stages: whether the row includes the times of both stages, on CUDA.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Bench:
-    """Run and time contenders on one device, in `cuda_dtype` on CUDA and in float32 elsewhere."""
+    """Runs and times contenders on one device, in `cuda_dtype` on CUDA and float32 elsewhere."""
 
     device: torch.device
     effort: Effort
@@ -80,7 +80,7 @@ class Bench:
         return "torch" if self.cuda else "reference"
 
     def inputs(self, shape: Shape, count: int | None = None) -> Inputs:
-        """`count` sets, else as many as overflow the L2 cache three times over, at most 32."""
+        """`count` sets; by default enough to overflow the L2 cache three times, at most 32."""
         if count is None and self.cuda:
             elements = shape.batch * shape.num_heads * shape.num_tokens * shape.head_dim
             bytes_moved = 4 * elements * self.dtype.itemsize
@@ -89,7 +89,7 @@ class Bench:
         return Inputs(shape, self.dtype, self.device, count or 2)
 
     def exact(self, inputs: Inputs, num_sinks: int = 0) -> list[Contender]:
-        """Default SDPA, FlashAttention-2 and cuDNN, over the keys of a text as well."""
+        """Default SDPA, FlashAttention-2 and cuDNN, including the keys of text tokens."""
         sets = inputs.joint(num_sinks) if num_sinks else inputs.even
 
         def expected() -> Tensor:
@@ -120,14 +120,14 @@ class Bench:
         is_skewed: bool = False,
         num_sinks: int = 0,
     ) -> Contender:
-        """The operation by a configuration: codewords are stored, or with `/own` the call's keys.
+        """AVQ with a configuration: codewords are stored, or with `/own` keys of the call.
 
         Args:
-            inputs: what it attends on.
-            name: of the configuration.
-            in_order: whether queries have their order.
-            is_skewed: whether a share of the keys is equal.
-            num_sinks: keys of a text that every query attends to.
+            inputs: the inputs.
+            name: name of the configuration.
+            in_order: whether to pass a query order.
+            is_skewed: whether a share of the keys is identical.
+            num_sinks: number of text keys that every query attends to.
         """
         method = parse_method(name, (0,))
         config, own = method.config, method.own
@@ -169,9 +169,9 @@ class Bench:
         )
 
     def unfused(self, inputs: Inputs, name: str) -> list[Contender]:
-        """Compiled precompute in PyTorch, attention by our kernel (paper, Tab. speed_scaling).
+        """Compiled precompute in PyTorch, attention with our kernel (paper, Tab. speed_scaling).
 
-        Off CUDA, nothing is compiled and SDPA attends.
+        Without CUDA, nothing is compiled and SDPA attends.
         """
         fused, config = self.avq(inputs, name), parse_method(name, (0,)).config
         codebook = inputs.codebook(config)
@@ -196,7 +196,7 @@ class Bench:
 
     @torch.no_grad()
     def rows(self, contenders: Sequence[Contender], inputs: Inputs) -> list[Row]:
-        """Check the output of every contender, then time those that are right in turns."""
+        """Check every contender's output, then time the correct ones in turns."""
         rows: list[Row] = []
         timed: list[tuple[Row, Contender]] = []
         shape = inputs.shape
@@ -235,7 +235,7 @@ def _checked(contender: Contender) -> Row:
     """The largest error of a contender's outputs.
 
     Raises:
-        RuntimeError: it is too large, or the contender cannot run.
+        RuntimeError: the error is too large, or the contender cannot run.
     """
     found = contender.run(0)
     if contender.expected is None:
@@ -243,20 +243,20 @@ def _checked(contender: Contender) -> Row:
     expected = contender.expected()
     pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
     errors = [relative_error(x[:, :, : y.shape[2]], y) for x, y in pairs]
-    error = torch.tensor(errors).max().item()  # Python's maximum loses NaN
+    error = torch.tensor(errors).max().item()  # Python's max drops NaN
     if not error <= TOLERANCE:
         raise RuntimeError(f"wrong output: relative error {error:.3g}")
     return {"error": error}
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
-    """Root mean square error over the root mean square of what is expected."""
+    """RMS error divided by the RMS of the expected output."""
     expected = expected.float()
     return float((output.float() - expected).norm() / expected.norm())
 
 
 def stage_times(run: Callable[[int], Any], num_sets: int) -> Row:
-    """Mean time in ms of the kernels of both stages, without what passes between launches."""
+    """Mean kernel time of both stages in ms, without gaps between launches."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for index in range(PROFILED_CALLS):
             run(index % num_sets)

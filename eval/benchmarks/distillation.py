@@ -1,8 +1,8 @@
 """Speed and memory of a training step at SD1.5's size: `python -m eval bench distill`.
 
-Every row has short runs of the real command, on encoded scenes. SD1.5 has random weights unless a
-model is given. The rows with exact attention come first: their step is the same without AVQ. Where
-the UNets are not compiled, small batches wait for the host, whose speed varies: use several rounds.
+Each row is measured by short runs of the real command, on encoded scenes. SD1.5 has random weights
+unless a model is given. The rows with exact attention come first: the same step without AVQ. If the
+UNets are not compiled, small batches wait for the host, whose speed varies: use several rounds.
 """
 
 import json
@@ -69,13 +69,13 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Run:
-    """The training whose steps are timed.
+    """The training run whose steps are timed.
 
     Attributes:
-        config: YAML file of `distill`.
-        model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
+        config: YAML file for `distill`.
+        model: folder of a Stable Diffusion model; None builds SD1.5 with random weights.
         image_size: side of the images in pixels.
-        overrides: further `--set` options of `distill`.
+        overrides: other `--set` options for `distill`.
     """
 
     config: Path
@@ -90,10 +90,10 @@ def run_distillation(
     """Time the steps, print a table, and write a JSON file after every run.
 
     Args:
-        run: the training.
-        cases: number of processes, images per GPU and step, and attention of the student.
-        rounds: runs of every case, in turns. Its speed is the median over the windows of all.
-        output: folder of the result.
+        run: the training run.
+        cases: number of processes, images per GPU and step, and the student's attention.
+        rounds: runs per case, in turns. The speed is the median over the windows of all runs.
+        output: folder for the result.
         command: command line to store.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,7 +137,7 @@ def random_sd15() -> StableDiffusionPipeline:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add each row's step time over that of the exact student, and its speed-up over one GPU."""
+    """Add each row's step time relative to the exact student's, and its speed-up over one GPU."""
     names = ("gpus", "attention", "batch_per_gpu")
     speeds = {tuple(row[x] for x in names): row.get("samples_per_second") for row in rows}
 
@@ -159,14 +159,14 @@ def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def last_error(output: str) -> str:
-    """The error of `distill`, else the last line of its output."""
+    """The error message of `distill`, else the last line of its output."""
     lines = output.strip().splitlines()
     sentences = [line for line in lines if line.startswith("error: ")]
     return (sentences or lines or ["it was killed"])[-1].removeprefix("error: ")
 
 
 def _run(run: Run, row: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Train at the settings of a row, into a new folder of this name."""
+    """Train with a row's settings, in a new folder of this name."""
     gpus, batch = row["gpus"], row["batch_per_gpu"]
     settings = {
         **SETTINGS,

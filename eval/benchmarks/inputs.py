@@ -1,4 +1,4 @@
-"""Inputs for one size of the operation, and codebooks fitted to their keys."""
+"""Inputs of one size, and codebooks fitted to their keys."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Shape:
-    """One size of the operation."""
+    """One size of the attention operation."""
 
     batch: int
     num_heads: int
@@ -35,8 +35,8 @@ class Shape:
 class Inputs:
     """`count` sets of queries, keys and values of one shape, and codebooks fitted to the keys.
 
-    Keys are Gaussian noise around 64 clusters of 16 clusters each. Two-level codebooks fit them and
-    use every codeword. Tensors (B, H, N, D) are views of (B, N, H, D) memory as projections write
+    Keys are Gaussian noise around 64 clusters of 16 clusters each: two-level codebooks fit them and
+    use every codeword. Tensors (B, H, N, D) are views of (B, N, H, D) memory, as projections write
     it.
     """
 
@@ -56,11 +56,11 @@ class Inputs:
 
     @cached_property
     def skewed(self) -> InputSets:
-        """A random `HOT_SHARE` of the keys is replaced by one key of their head."""
+        """The sets with a random `HOT_SHARE` of each head's keys replaced by a single key."""
         return [self._draw(self.shape, self.dtype, HOT_SHARE) for _ in range(self.count)]
 
     def sinks(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """`number` keys and values for each set, as those of text; the same at every call."""
+        """`number` keys and values per set, as for text; the same at every call."""
         if number not in self._sinks:
             text = replace(self.shape, num_tokens=number)
             self._sinks[number] = [self._draw(text, self.dtype)[1:] for _ in range(self.count)]
@@ -76,13 +76,13 @@ class Inputs:
 
     @cached_property
     def order(self) -> Tensor:
-        """Gilbert order on a square grid where N is a square, else on a row."""
+        """Gilbert order on a square grid if N is a square, else on a single row."""
         side = math.isqrt(num_tokens := self.shape.num_tokens)
         grid = (side, side) if side * side == num_tokens else (1, num_tokens)
         return query_order(*grid, "gilbert", self.device)
 
     def codebook(self, config: AVQConfig) -> Codebook:
-        """The codebook of these sizes. K-means runs once for each."""
+        """The codebook of these sizes; k-means runs once per size."""
         sizes = config.num_parents, config.num_children
         if sizes not in self._codebooks:
             sample = replace(self.shape, batch=1, num_tokens=CALIBRATION_KEYS)

@@ -2,11 +2,11 @@
 
 `kernels` has four parts: the paper's table (B4 H12 D64), SD1.5's shapes, Flux's joint attention,
 and scaling with codebook size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of
-the keys equal to one. A row of own codewords has its time over that of stored ones of the same
-sizes on the same keys.
+the keys identical. A row with own codewords also has its time relative to stored codewords of the
+same sizes on the same keys.
 
-The rows of one size are timed in turns in one process, by CUDA graphs where possible. They run over
-enough input sets to overflow the L2 cache.
+The rows of one size are timed in turns in one process, in CUDA graphs where possible, over enough
+input sets to overflow the L2 cache.
 """
 
 import math
@@ -22,7 +22,7 @@ from eval.store.markdown import figure, markdown_table, number, rows_table
 from eval.store.plots import Line, Panel, panel_plot
 from eval.store.report import save_json
 
-# Columns of the figures that rows have, by field.
+# Field -> column title and format.
 FIGURES = {
     "ms": ("ms", ".4g"),
     "forward_ms": ("forward ms", ".4g"),
@@ -39,7 +39,7 @@ FIGURES = {
 def run_part(
     part: str, bench: Bench, sizes: Mapping[str, Sizes], path: Path, *, command: str
 ) -> None:
-    """Time a part, print its table, and write its JSON file again after every size."""
+    """Time a part, print its table, and rewrite its JSON file after every size."""
     rows: list[Row] = []
     for name in KERNEL_PARTS.get(part, (part,)):
         facts = {"part": part} if name == part else {"part": part, "against": name}
@@ -89,7 +89,7 @@ def slopes(rows: Sequence[Row]) -> list[Row]:
 
 
 def kernels_table(part: str, rows: Sequence[Row]) -> str:
-    """The rows of one part as Markdown: the paper's table, or all figures, and fitted slopes."""
+    """The rows of one part as Markdown: the paper's table, or all measurements, and slopes."""
     sections = [_paper_table(rows) if part == "table" else _figures_table(rows)]
     if part == "scaling":
         columns = {"time over": itemgetter("against"), "line": itemgetter("label")}
@@ -109,7 +109,7 @@ def kernels_table(part: str, rows: Sequence[Row]) -> str:
 
 
 def _paper_table(rows: Sequence[Row]) -> str:
-    """Methods over N: ms, and how many times faster than default SDPA."""
+    """Methods by N: ms, and how many times faster than default SDPA."""
     found = {(row["method"], row["tokens"]): row["ms"] for row in rows}
     methods, tokens = ([*dict.fromkeys(key[i] for key in found)] for i in range(2))
 
@@ -124,7 +124,7 @@ def _paper_table(rows: Sequence[Row]) -> str:
 
 
 def _figures_table(rows: Sequence[Row]) -> str:
-    """The figures that the rows have, one row each."""
+    """All measurements, one line per row."""
     shape = "B{batch} H{heads} N{tokens} D{head_dim}"
     columns = {"shape": lambda row: shape.format(**row), "method": itemgetter("method")}
     for field, (title, form) in FIGURES.items():
@@ -134,7 +134,7 @@ def _figures_table(rows: Sequence[Row]) -> str:
 
 
 def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:
-    """Plot the fitted lines of the scaling part, or the times of another part over N."""
+    """Plot the fitted lines of the scaling part, or another part's times against N."""
     panels: dict[tuple[str, str], list[Line]] = {}
     if part == "scaling":
         for line in slopes(rows):

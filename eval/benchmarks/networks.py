@@ -1,8 +1,8 @@
-"""Networks whose attention switches to any of the timed methods.
+"""Networks whose attention can switch to any of the timed methods.
 
-Random keys and queries make attention an average; they are scaled so that it chooses, and AVQ's
-output differs from exact attention's. The limit is the fastest attention possible: projections run,
-and each token takes its own value.
+With random queries and keys, attention is close to an average; they are scaled up so that it
+selects, and AVQ's output differs from exact attention's. The limit is the fastest possible
+attention: projections run, and each token takes its own value.
 """
 
 from abc import ABC, abstractmethod
@@ -48,9 +48,9 @@ from eval.names import (
 )
 
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
-SHARPNESS = 2  # factor of untrained queries and keys, whose logits then vary by about 1
-CHANGE = 1e-3  # standard deviation of the changes of projections that a tuned row runs
-# Untrained modulations leave blocks out, almost; one more lets them act on the output.
+SHARPNESS = 2  # factor on untrained queries and keys, for a logit spread of about 1
+CHANGE = 1e-3  # standard deviation of the projection changes in tuned rows
+# Untrained modulations almost switch blocks off; this lets the blocks affect the output.
 MODULATIONS = ("linear.bias", "scale_shift_table")
 CALIBRATION_KEYS = 8192
 
@@ -58,7 +58,7 @@ CALIBRATION_KEYS = 8192
 class NetworkBench(ABC):
     """A network, and the methods that its attention can switch to.
 
-    On CUDA it runs in half precision, elsewhere in float32. `compile_backend` goes to
+    Runs in half precision on CUDA, elsewhere in float32. `compile_backend` is passed to
     `torch.compile`.
     """
 
@@ -73,7 +73,7 @@ class NetworkBench(ABC):
         self.network = model.build(device).eval().requires_grad_(False)
         if model.weights is None:
             self._sharpen()
-        # One by one: diffusers' own `to` keeps some in float32.
+        # One by one: diffusers' `to` keeps some in float32.
         for parameter in self.network.parameters():
             parameter.data = parameter.to(self.dtype)
         self.generator = torch.Generator(device).manual_seed(0)
@@ -88,15 +88,15 @@ class NetworkBench(ABC):
                 parameter.add_(1)
 
     def inputs(self, side: int) -> tuple[Tensor, ...]:
-        """Random inputs of `predict` for an image of this size, at which it then runs."""
+        """Random inputs for `predict` at this image size; sets the size that it runs at."""
         tensors, self._fixed = self._draw(side)
         self._names = tuple(tensors)
         return tuple(tensors.values())
 
     def predict(self, *inputs: Tensor) -> Tensor:
-        """The network's output for such inputs."""
+        """The network's output for these inputs."""
         named = dict(zip(self._names, inputs, strict=True))
-        first = named.pop(self._names[0])  # by its place, where the hooks of ToMe look for it
+        first = named.pop(self._names[0])  # positional, where ToMe's hooks look for it
         return self.network(first, **named, **self._fixed, return_dict=False)[0]
 
     def cannot_run(self, name: str, mode: str) -> str | None:
@@ -110,7 +110,7 @@ class NetworkBench(ABC):
 
     @contextmanager
     def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
-        """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
+        """Run attention with a `timed_method`; `oracle` selects the backend that checks AVQ."""
         method = timed_method(name)
         if method.config is None:
             with self._attention(method):
@@ -124,7 +124,7 @@ class NetworkBench(ABC):
             remove_avq(self.network)
 
     def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
-        """The step with compiled code, for use in the `method` of this name."""
+        """The compiled step, for use inside the `method` of this name."""
         return compiled_apart(step, name, self.compile_backend)
 
     def weights_of(self, method: MethodName) -> list[Tensor]:
@@ -133,14 +133,14 @@ class NetworkBench(ABC):
         return list(source.parameters()) if isinstance(source, AVQCodebooks) else []
 
     def _attention(self, method: MethodName) -> AbstractContextManager[None]:
-        """Run attention by a method that is not AVQ."""
+        """Run attention with a method other than AVQ."""
         if method.source in FORCED:
             return forced_sdpa(FORCED[method.source])
         return nullcontext()
 
     @abstractmethod
     def _codewords(self, method: MethodName) -> AVQConfig | AVQCodebooks:
-        """What `apply_avq` takes for a method of AVQ."""
+        """The `source` of `apply_avq` for an AVQ method."""
 
     def _draw(self, side: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.model.inputs(self.network.config, side, self.model.batch, self._normal)
@@ -150,13 +150,13 @@ class NetworkBench(ABC):
 
 
 class UNetBench(NetworkBench):
-    """A UNet: besides own codewords it has codebooks of its keys, LinFusion and ToMe."""
+    """A UNet: supports codebooks fitted to its keys, LinFusion and ToMe beside own codewords."""
 
     def __init__(self, model: Model, device: torch.device, **options: Any) -> None:
         super().__init__(model, device, **options)
         nn.Module.to(self.network, memory_format=torch.channels_last)
         self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
-        # Kept for good: captured graphs read these codewords by their address.
+        # Never freed: captured graphs read these codewords by address.
         self._codebooks: dict[tuple[AVQConfig, bool], AVQCodebooks] = {}
 
     def _sharpen(self) -> None:
@@ -176,7 +176,7 @@ class UNetBench(NetworkBench):
 
     @torch.no_grad()
     def _codewords(self, method: MethodName) -> AVQConfig | AVQCodebooks:
-        """The configuration for own codewords, else codebooks of the keys: one k-means a size."""
+        """The configuration for own codewords, else codebooks of the keys: one k-means per size."""
         config = method.config
         if method.own:
             return config
@@ -197,26 +197,26 @@ class UNetBench(NetworkBench):
         return self._codebooks[config, method.tuned]
 
     def _changes(self, attn: Attention) -> dict[str, Tensor]:
-        """Random changes of the projections, by their names in `attn`."""
+        """Random projection changes, by their names in `attn`."""
         draw = partial(torch.randn, generator=self.generator, device=self.device)
         return {name: CHANGE * draw(x.shape) for name, x in attn.state_dict().items()}
 
     @cached_property
     def _linfusion(self) -> dict[str, LinFusionProcessor]:
-        """LinFusion with random weights by layer name, kept for the graphs that read it."""
+        """LinFusion with random weights by layer name, kept alive for the graphs that read it."""
         torch.manual_seed(0)
         processors = {}
         for layer in select_layers(self.network):
             with self.device:
                 processor = LinFusionProcessor(layer.attn.query_dim)
             for phi in (processor.phi_q, processor.phi_k):
-                phi[-1].reset_parameters()  # zero at first, so that a phi left out would not show
+                phi[-1].reset_parameters()  # initialized to zero, which would hide a missing phi
             processors[layer.name] = processor.to(self.dtype).requires_grad_(False)
         return processors
 
     @cached_property
     def _keys(self) -> dict[str, Tensor]:
-        """Keys (H, S, D) in fp32 of every layer at the model's levels, from an exact step."""
+        """Keys (H, S, D) in fp32 of each layer at the model's levels, from an exact step."""
         samples: dict[str, Tensor] = {}
 
         def keep(
@@ -231,17 +231,17 @@ class UNetBench(NetworkBench):
         layers = select_layers(self.network, self.model.levels)
         keepers = {layer.name: partial(keep, layer.name) for layer in layers}
         with attention_replaced(self.network, keepers, AVQConfig(levels=self.model.levels)):
-            # Not `inputs`: a captured graph reads what its last call has left.
+            # Not `inputs`: a captured graph reads what its last call left there.
             tensors, fixed = self._draw(self.model.sizes[0])
             self.network(**tensors, **fixed)
         return samples
 
 
 class TransformerBench(NetworkBench):
-    """A transformer: its codewords are own ones, and blocks are compiled one by one.
+    """A transformer: it has own codewords, and blocks are compiled one by one.
 
-    PISA and Sol-Attn run in the same calls as AVQ, over text and image together, with tokens in the
-    order they have: reordering once for all layers is not timed, and their output is not checked.
+    PISA and Sol-Attn run in the same calls as AVQ, over text and image together, with tokens in
+    their given order: reordering once for all layers is not timed, and the output is not checked.
     """
 
     def _attention(self, method: MethodName) -> AbstractContextManager[None]:
@@ -265,7 +265,7 @@ class TransformerBench(NetworkBench):
                     vars(block).pop("forward", None)
 
     def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
-        """The step, its blocks compiled until the `method` ends: once per kind of block."""
+        """The step, with blocks compiled until the `method` ends, once per kind of block."""
         calls: dict[type[nn.Module], Callable[..., Any]] = {}
         for block in self._blocks():
             kind = type(block)
@@ -281,21 +281,21 @@ class TransformerBench(NetworkBench):
 
 
 def bench_of(model: Model, device: torch.device, **options: Any) -> NetworkBench:
-    """The bench of a UNet or of a transformer."""
+    """The bench for a UNet or a transformer."""
     return (UNetBench if model.is_unet else TransformerBench)(model, device, **options)
 
 
 def layer_states(network: nn.Module) -> list[Any]:
-    """What AVQ keeps at the layers of a network."""
+    """AVQ's states of a network's layers."""
     return [state for layer in select_layers(network) if (state := layer.avq_state) is not None]
 
 
 def compiled_apart(function: FunctionType, name: str, backend: str) -> Callable[..., Any]:
-    """Compile a copy of a function, whose code is not shared with other names.
+    """Compile a copy of a function whose code object no other name shares.
 
-    Dynamo keeps its results by code object and does not guard on the SDPA backend: with one code
-    object FA2 would run what was compiled for SDPA, and after a reset the code that captured
-    graphs still use would be gone.
+    Dynamo caches by code object and does not guard on the SDPA backend: with a shared code object,
+    FA2 would run what was compiled for SDPA, and a reset would free code that captured graphs still
+    use.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
     copy = FunctionType(
@@ -307,15 +307,15 @@ def compiled_apart(function: FunctionType, name: str, backend: str) -> Callable[
 
 @contextmanager
 def forced_sdpa(backend: SDPBackend) -> Iterator[None]:
-    """Run SDPA by this backend alone."""
-    # The key of the cache leaves the backend out: one would get what another's step compiled to.
+    """Run SDPA with this backend only."""
+    # The cache key ignores the backend: a step would get what another backend's step compiled to.
     with sdpa_kernel(backend), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @contextmanager
 def self_attention_by(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace SDPA of as many queries as keys by a function of query, key, value and `scale`."""
+    """Replace SDPA with as many queries as keys by a function of query, key, value and `scale`."""
     exact = F.scaled_dot_product_attention
 
     def chosen(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -332,7 +332,7 @@ def self_attention_by(attend: Callable[..., Tensor]) -> Iterator[None]:
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())
 def zero_of(query: Tensor, key: Tensor) -> Tensor:
-    """A zero that keeps a compiler from dropping both arguments."""
+    """A zero that keeps compilers from dropping both arguments."""
     return query.new_zeros(1)
 
 
@@ -347,12 +347,12 @@ def pass_on(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
 
 
 def by_peer(source: str, setting: float, *tensors: Tensor, scale: float | None = None) -> Tensor:
-    """Attention by a peer over query, key and value (B, H, N, D), in their order."""
+    """A peer's attention over query, key and value (B, H, N, D), in their given order."""
     return attention_in_order(source, setting, arranged(source, *tensors), scale)
 
 
 class LimitProcessor:
-    """A UNet's layer without attention; hooks in its place would take host time, which counts."""
+    """A UNet layer without attention; hooks instead would cost host time, which counts."""
 
     def __call__(self, attn: Attention, hidden_states: Tensor, **others: Any) -> Tensor:
         query, key = attn.to_q(hidden_states), attn.to_k(hidden_states)

@@ -10,8 +10,8 @@ from torch import Tensor
 from eval.benchmarks.contenders import Bench, Contender, Row
 from eval.benchmarks.inputs import Inputs, Shape
 
-MOST_EXACT_TOKENS = 16384  # of what is not checked, which may run on a CPU
-TEXT = 512  # tokens of Flux
+MOST_EXACT_TOKENS = 16384  # for unchecked parts, which may run on a CPU
+TEXT = 512  # text tokens of Flux
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Part:
     """How a part runs its methods.
 
     Attributes:
-        num_exact: how many kinds of exact attention run beside them.
+        num_exact: how many kinds of exact attention run for comparison.
         has_unfused: whether flat VQ also runs unfused.
-        skews: whether the keys are skewed; methods run in all of these ways.
-        texts: tokens of a text, which are sinks; exact attention has the keys of the last.
-        in_order: whether queries have Gilbert order.
+        skews: whether keys are skewed; methods run in each of these ways.
+        texts: numbers of text tokens, which are sinks; exact attention uses the last.
+        in_order: whether queries are in Gilbert order.
         cuda_dtype: dtype on CUDA, in place of the bench's.
-        has_gradients: whether those of query, key and value are timed, on one set of inputs.
-        is_checked: whether outputs are; if not, one set of inputs is timed.
+        has_gradients: whether gradients of query, key and value are timed, on one set of inputs.
+        is_checked: whether outputs are checked; if not, one set of inputs is timed.
     """
 
     num_exact: int = 3
@@ -67,7 +67,7 @@ PARTS = {
     "codewords": Part(num_exact=0),
     "tokens": Part(num_exact=0),
     "gradients": Part(in_order=True, has_gradients=True),
-    # The definition would take longer than all that is timed.
+    # The definition would take longer than everything timed.
     "attention": Part(num_exact=1, in_order=True, is_checked=False),
 }
 KERNEL_PARTS = {
@@ -99,8 +99,8 @@ FULL = {
     ),
     "codewords": Sizes(_paper_shapes(4096, 16384, 65536), FLAT_SIZES + ADAPTIVE_SIZES),
     "tokens": Sizes(_paper_shapes(*(2**power for power in range(12, 19))), ("M64P16C8", "M256")),
-    # SD1.5 at 512 px: level 0 with 4 and 12 images, level 1 with 12. Level 0 at 1024 px, level 1
-    # of SDXL, and a DiT.
+    # SD1.5 at 512 px: level 0 with 4 and 12 images, level 1 with 12. Then level 0 at 1024 px, level
+    # 1 of SDXL, and a DiT.
     "gradients": Sizes(
         [
             *(Shape(4, 8, 4096, 40), Shape(12, 8, 4096, 40), Shape(12, 8, 1024, 80)),
@@ -121,7 +121,7 @@ def part_rows(bench: Bench, name: str, sizes: Mapping[str, Sizes]) -> Iterator[l
     bench = replace(bench, cuda_dtype=part.cuda_dtype or bench.cuda_dtype)
     is_single = part.has_gradients or not part.is_checked
     for shape in sizes[name].shapes:
-        torch.compiler.reset()  # the unfused baseline is compiled for every size
+        torch.compiler.reset()  # the unfused baseline is compiled per size
         inputs = bench.inputs(shape, 1 if is_single else None)
         contenders = part.contenders(bench, methods, inputs)
         rows = gradient_rows if part.has_gradients else Bench.rows
@@ -129,7 +129,7 @@ def part_rows(bench: Bench, name: str, sizes: Mapping[str, Sizes]) -> Iterator[l
 
 
 def gradient_rows(bench: Bench, contenders: Sequence[Contender], inputs: Inputs) -> list[Row]:
-    """Time forward passes, then those with gradients; exact attention's are not checked."""
+    """Time forward passes, then passes with gradients; exact attention's are not checked."""
     (tensors,) = inputs.even
     grad = torch.randn_like(tensors[0])
     for tensor in tensors:

@@ -1,10 +1,9 @@
 """Time one denoising step: `python -m eval bench unet` and `bench transformer`.
 
-Weights are random and nothing is downloaded, but mini-sd has its own. A few blocks of
-each kind of a transformer are timed, in about the model's proportion, and the time is multiplied to
-that of all blocks.
+Weights are random, except mini-sd's, and nothing is downloaded. Of a transformer, a few blocks of
+each kind are timed, in about the model's proportions, and the time is scaled to all blocks.
 
-Rows of one size and mode are timed in turns. A row with wrong output gets no time.
+Rows of one size and mode are timed in turns. A row with wrong output is not timed.
 """
 
 import json
@@ -49,7 +48,7 @@ MODES = {
     EAGER: "eager",
 }
 MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
-# The field of a row that is its time over that of a method.
+# Method -> field with a row's time relative to that method's.
 RATIOS = {"over_limit": LIMIT, "over_sdpa": EXACT, "over_cudnn": CUDNN}
 COLUMNS = {
     "size": lambda row: str(row["size"]),
@@ -70,11 +69,11 @@ class Choice:
     """What to time.
 
     Attributes:
-        model: whose step.
+        model: the model whose step is timed.
         sizes: sides of the images, or lines of the videos.
         methods: methods, the most important first.
         modes: `"graph"`, `"compile"`, `"eager"`.
-        seconds: of steps per row; the second half counts.
+        seconds: seconds of steps per row; the second half counts.
         minutes: no row starts after this time.
 
     Raises:
@@ -122,7 +121,7 @@ def run_steps(choice: Choice, device: torch.device, output: Path, *, command: st
     labels = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
     bench = bench_of(model, device)
     if not bench.cuda:
-        print(f"{device.type}: {model.title}; without CUDA graphs, FA2 and cuDNN")
+        print(f"{device.type}: {model.title}; no CUDA graphs, FA2 or cuDNN")
     for name in choice.methods if bench.cuda else ():
         if (method := timed_method(name)).source in PEERS:
             check_peer(name, method.source, next(bench.network.parameters()))
@@ -148,7 +147,7 @@ def run_steps(choice: Choice, device: torch.device, output: Path, *, command: st
                 )
             print(rows_table(COLUMNS, rows), flush=True)
             if model.times != 1:
-                print(f"A part was timed; times are multiplied by {model.times:.3g}.")
+                print(f"Only some blocks were timed; times are scaled by {model.times:.3g}.")
         plot_steps(output, model.stem, side, device.type)
 
 
@@ -161,9 +160,9 @@ def step_rows(
     deadline: float | None = None,
     window_ms: float = 4000.0,
 ) -> Iterator[list[Row]]:
-    """Time one step at side x side pixels. Yield all rows so far after every row, and at the end.
+    """Time one step at side x side pixels; yield all rows so far after each row, and at the end.
 
-    No row starts after `deadline`, a value of `perf_counter`. Each row takes `window_ms`; its
+    No row starts after `deadline`, in terms of `perf_counter`. Each row takes `window_ms`; its
     second half counts.
     """
     torch.compiler.reset()
@@ -185,7 +184,7 @@ def step_rows(
             try:
                 eager, facts = step.first_runs(mode, pool, exact)
             except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-                # Foreign code (ToMe, compilers, backends) fails in all of these ways.
+                # Third-party code (ToMe, compilers, backends) fails in all of these ways.
                 row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             else:
                 exact = eager if name == EXACT else exact
@@ -200,17 +199,17 @@ def step_rows(
         shown = f"{number(row['ms'])} ms {row.get('note', '')}"
         print(f"{side} {mode} {row['label']}: {shown}", flush=True)
         yield in_all_blocks(rows, bench.model.times)
-    # A compiled step that is not captured would be compiled again for another turn.
+    # A compiled step that is not captured would recompile on each turn.
     if mode == EAGER or pool is not None:
         _time_in_turns(ready, window_ms)
     yield in_all_blocks(rows, bench.model.times)
 
 
 def wrong_output(row: Row) -> str | None:
-    """Why a row gets no time; None if its output is right.
+    """Why a row is not timed; None if its output is right.
 
-    The output must be closer to its oracle than half-way to SDPA. Otherwise the method did not run.
-    A method that may be exact must only be close.
+    The output must be closer to its oracle than half-way to SDPA, or the method did not run. A
+    method that may run exact attention only has to be close.
     """
     name, distance = row["method"], row["difference_from_sdpa"]
     if distance is None or name in (EXACT, *FORCED) or timed_method(name).route == "fastest":
@@ -225,7 +224,7 @@ def wrong_output(row: Row) -> str | None:
 def _time_in_turns(ready: Sequence[tuple[Row, "Step"]], window_ms: float) -> None:
     """Replace the first times by medians of steps taken in turns.
 
-    A row takes many steps per turn, and the later half counts: a GPU at its power limit needs
+    Each turn takes many steps of a row, and the later half counts: a GPU at its power limit needs
     tenths of a second to settle on a clock.
     """
     half_turn_ms = window_ms / TURNS / 2
@@ -237,7 +236,7 @@ def _time_in_turns(ready: Sequence[tuple[Row, "Step"]], window_ms: float) -> Non
 
 
 def in_all_blocks(rows: Sequence[Row], times: float) -> list[Row]:
-    """The rows with their times for all blocks, and with the `RATIOS` of these."""
+    """The rows with times scaled to all blocks, and the `RATIOS` of these."""
     found = [{**row, "ms": row["ms"] and row["ms"] * times} for row in rows]
     return [
         row | {field: over(row, found, method) for field, method in RATIOS.items()} for row in found
@@ -245,7 +244,7 @@ def in_all_blocks(rows: Sequence[Row], times: float) -> list[Row]:
 
 
 class Step:
-    """One eager, compiled or captured step: `prepare` copies the next inputs in, `run` runs it."""
+    """One eager, compiled or captured step: `prepare` copies in the next inputs, `run` runs it."""
 
     def __init__(
         self, bench: NetworkBench, name: str, inputs: Sequence[tuple[Tensor, ...]]
@@ -265,7 +264,7 @@ class Step:
             target.copy_(source)
 
     def run(self) -> Tensor | None:
-        """The output; None from a captured step."""
+        """The output; None for a captured step."""
         return self.model(*self.current) if self.replay is None else self.replay()
 
     def first_runs(
@@ -279,13 +278,13 @@ class Step:
             exact: SDPA's eager output for FA2 and cuDNN to match, if known.
 
         Returns:
-            The eager output, and fields of the row with a first time.
+            The eager output, and fields of the row, including a first time.
         """
         bench, name, method = self.bench, self.name, self.method
         may_be_exact = method.route == "fastest"
         with bench.method(name):
             eager = self.run().clone()
-            if mode == COMPILE and may_be_exact:  # by the route of compiled calls
+            if mode == COMPILE and may_be_exact:  # according to the route for compiled calls
                 for state in layer_states(bench.network):
                     state.route.break_even = {
                         workload: found._replace(eager=found.compiled)
@@ -310,12 +309,12 @@ class Step:
                 output = self._capture(pool)
             facts["ms"] = median(self.milliseconds(index) for index in range(3))
         errors.append(relative_error(output, eager))
-        facts["error"] = torch.tensor(errors).max().item()  # Python's maximum loses NaN
+        facts["error"] = torch.tensor(errors).max().item()  # Python's max drops NaN
         return eager, facts
 
     def window(self, count: int) -> list[float]:
         """Times of the later half of twice as many steps."""
-        # A captured step has its method in it.
+        # A captured step includes its method.
         with self.bench.method(self.name) if self.replay is None else nullcontext():
             return [self.milliseconds(index) for index in range(2 * count)][count:]
 
@@ -334,12 +333,12 @@ class Step:
         self.prepare(0)
         graph.replay()
         self.replay = graph.replay
-        # What AVQ's layers hold goes away with the method, and the graph still reads it.
+        # The method's end frees what AVQ's layers hold, but the graph still reads it.
         self.alive = layer_states(self.bench.network)
         return output.clone()
 
     def _peak_mib(self) -> float:
-        """Weights, codebooks and the step's own allocations at their peak."""
+        """Peak of weights, codebooks and the step's own allocations."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -351,9 +350,9 @@ class Step:
 
 
 def plot_steps(folder: Path, stem: str, side: int, device_type: str) -> None:
-    """Plot the times of one size as bars, one panel per mode with a result in the folder.
+    """Plot one size's times as bars, one panel per mode with a result in the folder.
 
-    If their devices differ, the panels name them.
+    Panels name their devices if these differ.
     """
     modes = MODES if device_type == "cuda" else MODES_WITHOUT_GRAPHS
     paths = [folder / f"{stem}_{side}_{mode}_{device_type}.json" for mode in modes]

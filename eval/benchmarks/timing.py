@@ -1,4 +1,4 @@
-"""Time functions in turns, so that clock and temperature affect all of them alike."""
+"""Time functions in turns, so that clock speed and temperature affect all of them alike."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds of one block per function. A block repeats the function for about `block_ms`."""
+    """Number of rounds, with one block per function that repeats it for about `block_ms`."""
 
     rounds: int = 9
     block_ms: float = 20.0
@@ -20,7 +20,7 @@ class Effort:
 
 
 def block_ms(function: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Mean time of one call among `repeats` calls back to back."""
+    """Mean time per call over `repeats` back-to-back calls."""
     if device.type != "cuda":
         start = perf_counter()
         for _ in range(repeats):
@@ -36,7 +36,7 @@ def block_ms(function: Callable[[], Any], repeats: int, device: torch.device) ->
 
 
 def in_turns(windows: Sequence[Callable[[], Sequence[float]]], rounds: int) -> list[list[float]]:
-    """What each window measures in all rounds, which run forwards and backwards."""
+    """What each window measures over all rounds, which alternate direction."""
     times: list[list[float]] = [[] for _ in windows]
     turn = list(zip(windows, times, strict=True))
     for _ in range(rounds):
@@ -55,11 +55,12 @@ def time_in_turns(
         runs: each works on input set i.
         num_sets: number of input sets.
         device: where they run.
-        effort: rounds; a run with a CUDA graph has fewer eager ones.
+        effort: rounds; a run with a CUDA graph gets fewer eager ones.
 
     Returns:
-        `ms` of each run (CUDA graph if it can be captured, else eager), `timer`, `eager_ms`, and
-        `spread`, the range of its blocks over their median. `note` says why there is no graph.
+        For each run `ms` (in a CUDA graph if it can be captured, else eager), `timer`, `eager_ms`,
+        and `spread`, the range of its blocks divided by their median. `note` says why there is no
+        graph.
     """
 
     def all_sets(run: Callable[[int], Any]) -> None:
@@ -77,7 +78,7 @@ def time_in_turns(
     notes: dict[int, str] = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     for index, call in enumerate(calls if pool else ()):
-        call()  # compiles, and fills what runs keep between calls
+        call()  # compiles, and fills caches
         graph = torch.cuda.CUDAGraph()
         try:
             # Results are dropped at once, so all graphs may share one pool.
@@ -106,6 +107,6 @@ def time_in_turns(
 def over(
     row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], method: str | None
 ) -> float | None:
-    """A row's time over that of a method among the rows; None without either."""
+    """A row's time relative to that of a method among the rows; None without either."""
     base = next((other["ms"] for other in rows if other["method"] == method), None)
     return row["ms"] / base if row["ms"] and base else None

@@ -1,4 +1,4 @@
-"""The unfused baseline: flat VQ aggregated by PyTorch, attention by our kernel."""
+"""The unfused baseline: flat VQ aggregated in PyTorch, attention with our kernel."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def unfused_precompute(
 
     Args:
         key, value: (B, H, N, D).
-        codewords: (H, M, D) of the same dtype.
+        codewords: (H, M, D), same dtype.
         bias: (H, 1, M) fp32, minus half the squared norms of the codewords.
         one_hot: multiply by one-hot assignments instead of scattering.
 
@@ -45,7 +45,7 @@ def unfused_precompute(
 
 
 def flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-    """Attention of queries over means (B, H, M, D) and counts (B, H, M), without our kernel."""
+    """Attention over means (B, H, M, D) and counts (B, H, M), without our kernel."""
     keys = codebook.parents.to(query.dtype).expand(len(query), -1, -1, -1)
     log_counts = counts.log().to(query.dtype)[:, :, None]
     return F.scaled_dot_product_attention(query, keys, means, attn_mask=log_counts)
@@ -54,7 +54,7 @@ def flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor) 
 def flat_kernel(
     config: AVQConfig, codebook: Codebook, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same by our kernel."""
+    """The same with our kernel."""
     from avq_diffusers.attention.triton.attention import attention_launch
     from avq_diffusers.attention.triton.launch import Plan, address
     from avq_diffusers.attention.triton.precompute import precompute_launches
@@ -75,7 +75,7 @@ def flat_kernel(
         problem = Problem.of(tensors, stored, None, spec)
         first = precompute_launches(problem)
         second = attention_launch(problem, first.pointers)
-        # Rows of the kernel: every parent, padding, then what stays with parents, unread here.
+        # The kernel's rows: every parent, padding, then what stays with parents, unused here.
         (_, _, rows, columns), _ = first.parts["mean_values"]
         (_, _, num_counts), _ = first.parts["log_counts"]
         means = F.pad(means.to(dtype), (0, columns - means.shape[3]), value=1.0)

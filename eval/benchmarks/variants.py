@@ -1,8 +1,8 @@
-"""What the compiler makes of every kernel, for GPUs that are not there: `bench variants`.
+"""Compile every kernel for GPUs that are not present, and inspect the result: `bench variants`.
 
-Triton compiles for any compute capability and brings NVIDIA's assembler and disassembler, so this
-needs no GPU. It keeps what it has compiled: after a kill, the same command goes on where it was.
-Works only in a process that does not interpret kernels.
+Triton compiles for any compute capability and ships NVIDIA's assembler and disassembler, so this
+needs no GPU. It caches what it has compiled: a killed command continues where it stopped. Does not
+work in a process that interprets kernels.
 """
 
 import re
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (40, 64, 80, 128)
-# Codewords of a codebook, those of the call's keys with an update, and exact keys.
+# Stored codewords, own codewords with an update, and exact keys.
 METHODS = ("M64P16C8", "M64P16C8/own1", "M64P16C8E256/own")
 SINKS = (0, 333)
 BATCH, HEADS, TOKENS = 2, 8, 4096
@@ -42,7 +42,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-# Kibibytes of shared memory that a program may have.
+# Most kibibytes of shared memory per program.
 MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 MOST_SPILLED = 0.01
 
@@ -65,15 +65,15 @@ class Case(NamedTuple):
 
 
 def variant_rows(cases: Iterable[Case]) -> list[Row]:
-    """What each kernel of the cases costs. A kernel of several is a row of the first.
+    """What each kernel of the cases costs. A kernel shared by several cases is listed once.
 
     registers: per thread.
-    stack: bytes per thread; more than 0 is a spill or an array that is indexed at run time.
-    shared: bytes per program, with the buffers of software pipelining.
-    tensor_memory: columns per program, of 512.
+    stack: bytes per thread; more than 0 means a spill or an array indexed at run time.
+    shared: bytes per program, including software pipelining buffers.
+    tensor_memory: columns per program, out of 512.
     instructions, spilled: number, loops counted once, and the share that moves spilled registers.
-    narrow_loads: how many load two bytes.
-    hopper_products: how many are products of warp groups.
+    narrow_loads: number of two-byte loads.
+    hopper_products: number of warp-group matmuls.
     """
     rows: dict[str, Row] = {}
     for case in tqdm([case for case in cases if case.is_served], "calls"):
@@ -93,7 +93,7 @@ def is_within(row: Row) -> bool:
 
 
 def variants_table(rows: Sequence[Row]) -> str:
-    """The worst of all head dims for each kernel, call and capability, and what misses a bound."""
+    """The worst head dim for each kernel, call and capability, and what exceeds a bound."""
     names = list(dict.fromkeys((x["kernel"], x["method"], x["sinks"]) for x in rows))
     capabilities = list(dict.fromkeys(row["capability"] for row in rows))
     cells = []
@@ -124,7 +124,7 @@ def variants_table(rows: Sequence[Row]) -> str:
 
 
 def variants_page(documents: Iterable[Mapping[str, Any]]) -> str:
-    """The tables of several results as a page of Markdown."""
+    """The tables of several results as a Markdown page."""
     parts = [
         f"## {document['rows'][0]['dtype']}\n\n`{document['command']}`, Triton "
         f"{document['environment']['triton']}, {document['environment']['commit'][:9]}. "
@@ -189,7 +189,7 @@ def launches(case: Case) -> list[Launch]:
 
 
 def compiled_for(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
-    """The kernel, compiled as it is launched. Triton keeps it on disk."""
+    """The kernel, compiled as for its launch; Triton caches it on disk."""
     names = launch.kernel.arg_names
     signature = {name: each(_kind_of, launch.arguments.get(name)) for name in names}
     constants = {(names.index(name),): x for name, x in launch.compiled_constants().items()}
@@ -206,7 +206,7 @@ def compiled_for(launch: Launch, capability: int) -> triton.compiler.CompiledKer
 
 
 def costs(compiled: triton.compiler.CompiledKernel) -> Row:
-    """The fields of a row that say what one program costs, from its machine code."""
+    """The fields of a row with the cost of one program, from its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -232,14 +232,14 @@ def costs(compiled: triton.compiler.CompiledKernel) -> Row:
 
 
 def _kind_of(value: Pointer | int | None) -> str:
-    """How the compiler writes the type of an argument."""
+    """An argument's type in the compiler's notation."""
     if isinstance(value, Pointer):
         return POINTERS[value.dtype]
     return "constexpr" if value is None else "i32"
 
 
 def _leaves(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
-    """All types in nested tuples, with where they are."""
+    """All types in nested tuples, with their paths."""
     if isinstance(value, tuple):
         for place, item in enumerate(value):
             yield from _leaves(item, (*path, place))

@@ -1,8 +1,8 @@
-"""What each choice of the training is worth: `python -m eval ablate`.
+"""What each training choice is worth: `python -m eval ablate`.
 
-Every variant is a run of `python -m distill` with a few settings changed. Several run at a time on
+Each variant is a run of `python -m distill` with a few settings changed. Several run at a time on
 one device. The command can be repeated: it resumes runs, leaves finished ones alone, and refuses
-those with other settings.
+runs with other settings.
 """
 
 import json
@@ -23,7 +23,7 @@ from eval.store.markdown import rows_table
 Row = dict[str, Any]
 
 BASE = "base"
-# The settings that a variant changes in the configuration that is ablated.
+# Variant -> settings it changes in the ablated configuration.
 VARIANTS: dict[str, Mapping[str, Any]] = {
     BASE: {},
     **{f"learning rate {rate}": {"learning_rate": rate} for rate in (0.0005, 0.001)},
@@ -41,7 +41,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "no feature loss": {"objective.feature_weight": 0.0},
     "key norm": {"avq.key_norm": "true"},
 }
-# What two files must share if their runs are to stand in one table.
+# What two files must share for their runs to go into one table.
 PROTOCOL = ("config", "overrides", "num_images", "num_timesteps")
 
 
@@ -54,15 +54,15 @@ def train_variants(
     parallel: int,
     overrides: Sequence[str],
 ) -> dict[str, Path]:
-    """Train all variants to their end; return the codebooks by `VARIANT, seed S`.
+    """Finish training all variants; return the codebooks by `VARIANT, seed S`.
 
     Args:
-        config: YAML file of `distill`.
+        config: YAML file for `distill`.
         output: folder of the runs.
         variants: keys of `VARIANTS`.
         seeds: each variant is trained once per seed.
         parallel: runs at a time.
-        overrides: further `--set` options, before those of the variant.
+        overrides: other `--set` options, applied before the variant's.
 
     Raises:
         ValueError: a variant is unknown, or a run failed.
@@ -85,8 +85,8 @@ def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
     """Variant, seed and metrics of every run.
 
     Args:
-        errors: rows of `measure_errors`; the method is a folder.
-        names: `VARIANT, seed S` by folder.
+        errors: rows from `measure_errors`, with folders as methods.
+        names: folder -> `VARIANT, seed S`.
     """
     rows = []
     for row in errors:
@@ -97,10 +97,10 @@ def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
 
 
 def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of several files of `python -m eval ablate`, by variant and seed.
+    """The rows of several `python -m eval ablate` files, by variant and seed.
 
     Raises:
-        ValueError: the files differ in `PROTOCOL`, or two have the same run.
+        ValueError: the files differ in `PROTOCOL`, or two contain the same run.
     """
     for name in PROTOCOL:
         if len({json.dumps(document[name]) for document in documents}) > 1:
@@ -115,9 +115,9 @@ def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
-    """Means over seeds as a Markdown table, with standard errors where there are several.
+    """Means over seeds as a Markdown table, with standard errors if there are several.
 
-    Runs of one seed see the same images in the same order. So the output error over that of the
+    Runs with one seed see the same images in the same order, so the output error relative to the
     same seed's `BASE` run varies less.
     """
     base = {

@@ -1,9 +1,9 @@
 """The paper's analyses of codebooks: `python -m eval analyse`.
 
-Each analysis varies its methods, measures the variants by `layer_errors`, and shows some metrics:
+Each analysis varies its methods, measures the variants with `layer_errors`, and shows some metrics:
 
-heads        capture of each head (paper, Fig. perhead_capture)
-layers       commitment loss and quantization error of each layer (Tab. perlayer_imagenet)
+heads        capture per head (paper, Fig. perhead_capture)
+layers       commitment loss and quantization error per layer (Tab. perlayer_imagenet)
 utilisation  how many codewords are in use, two-level against flat (Tab. active_ratio)
 order        query orders and sizes of query tiles (Tab. gilbert_ablation)
 importance   tiled against exact importance (Tab. tiled_capture)
@@ -32,7 +32,7 @@ from eval.store.plots import HeatMap, Line, Panel, heat_maps, lines, panel_plot
 QUERY_ORDERS = ("gilbert", "raster", "random")
 QUERY_TILES = (16, 32, 64, 128, 256, 512)
 IMPORTANCE_TILES = (8, 16, 32, 64, 128)
-PARTS = ("down_blocks", "mid_block", "up_blocks")  # of a UNet, as it runs them
+PARTS = ("down_blocks", "mid_block", "up_blocks")  # of a UNet, in execution order
 
 Fields = dict[str, Any]
 
@@ -43,9 +43,9 @@ class Analysis:
 
     Attributes:
         methods: default methods, comma-separated.
-        table: formats its rows as Markdown.
-        plot: writes a PNG of its rows.
-        variants: fields of `AVQConfig` to replace, once per variant of a method.
+        table: formats rows as Markdown.
+        plot: plots rows to a PNG.
+        variants: `AVQConfig` fields to replace, per variant of a method.
         refines: whether its methods must refine parents.
     """
 
@@ -58,13 +58,13 @@ class Analysis:
 
 @dataclass(frozen=True)
 class OfVariants:
-    """How rows of variants are shown: a table of all, and a panel for each metric.
+    """How to show rows of variants: one table, and a panel per metric.
 
     Attributes:
-        fields: those that the table shows beside the method, by their titles.
-        metrics: by their titles.
-        x, xlabel: the field on the x axis of the panels, and its title.
-        label: of a row's line.
+        fields: title -> field that the table shows beside the method.
+        metrics: title -> metric.
+        x, xlabel: the field on the panels' x axis, and its title.
+        label: label of a row's line.
     """
 
     fields: Mapping[str, str]
@@ -74,7 +74,7 @@ class OfVariants:
     label: Callable[[Row], str] = row_label
 
     def table(self, rows: Sequence[Row]) -> str:
-        """A row for each row; an importance tile of None is exact importance."""
+        """One line per row; an importance tile of None is exact importance."""
         rows = [row | {self.x: row[self.x] or "exact"} for row in rows]
         return rows_table({"method": row_label, **self.fields, **self.metrics}, rows)
 
@@ -82,13 +82,13 @@ class OfVariants:
         panel_plot(path, [self.panels(rows)])
 
     def panels(self, rows: Sequence[Row]) -> list[Panel]:
-        """A line for each label. An importance tile that holds all parents is exact importance."""
+        """A line per label. An importance tile with all parents is exact importance."""
         rows = [row | {self.x: row[self.x] or row["num_parents"]} for row in rows]
         shown = {x: lines(rows, self.label, self.x, name) for x, name in self.metrics.items()}
         return [Panel(x, self.xlabel, y, xscale="log", from_zero=True) for x, y in shown.items()]
 
 
-# Of a layer, by their titles.
+# Title -> metric of a layer.
 LAYERS = {
     "commitment loss": itemgetter("commitment_loss"),
     "quantization error": itemgetter("quantization_error"),
@@ -102,7 +102,7 @@ HEADS = {
 
 
 def layers_table(rows: Sequence[Row], metrics: Mapping[str, Callable[[Row], float]]) -> str:
-    """A row for each layer of each method, and the means over each level."""
+    """A row per layer and method, and means per level."""
     shown = []
     for row in rows:
         layers = in_order(row["layers"])
@@ -120,7 +120,7 @@ def layers_table(rows: Sequence[Row], metrics: Mapping[str, Callable[[Row], floa
 
 
 def layers_plot(path: Path, rows: Sequence[Row]) -> None:
-    """A panel for each metric, over the layers."""
+    """A panel per metric, over the layers."""
     layers = in_order({name: layer for row in rows for name, layer in row["layers"].items()})
     places = range(len(layers))
     panels = []
@@ -134,7 +134,7 @@ def layers_plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def heads_plot(path: Path, rows: Sequence[Row]) -> None:
-    """A map of layers and heads for each method."""
+    """A map of layers and heads per method."""
     maps = []
     for row in rows:
         layers = in_order(row["layers"])
@@ -144,7 +144,7 @@ def heads_plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def in_order(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers of a UNet as it runs them; its middle is the last of its modules."""
+    """A UNet's layers in execution order; the middle block is last among its modules."""
     return {name: layers[name] for name in sorted(layers, key=_place)}
 
 
@@ -154,7 +154,7 @@ def _place(name: str) -> tuple[int, list[int]]:
 
 
 def labels(layers: Iterable[str]) -> list[str]:
-    """The names without their common end."""
+    """The names without their common suffix."""
     names = list(layers)
     end = ".transformer_blocks.0.attn1"
     if not all(name.endswith(end) for name in names):
@@ -239,7 +239,7 @@ def check_methods(name: str, methods: Sequence[Method]) -> None:
     """Refuse methods that an analysis cannot use.
 
     Raises:
-        ValueError: a method has no codewords, or refines no parents where the analysis needs it.
+        ValueError: a method has no codewords, or does not refine parents where that is needed.
     """
     for method in methods:
         configs = method.layer_configs
@@ -259,14 +259,14 @@ def analyse(
     *,
     num_timesteps: int,
 ) -> list[Row]:
-    """Measure every variant of every method: rows of `measure_errors` with the replaced fields.
+    """Measure each variant of each method: rows from `measure_errors` with the replaced fields.
 
     Args:
         pipe: a pipeline without AVQ.
         analysis: one of `ANALYSES`.
         methods: methods prepared for `pipe`.
         scenes: scenes whose images are noised.
-        num_timesteps: as for `measure_errors`.
+        num_timesteps: as in `measure_errors`.
     """
     cases = [(method, fields) for method in methods for fields in analysis.variants(method)]
     variants = [method.with_fields(**fields) for method, fields in cases]

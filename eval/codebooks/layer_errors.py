@@ -1,24 +1,24 @@
 """Error of the attention variants against the exact teacher, on held-out scenes.
 
-Over all images, timesteps and elements, with s what the student and t what the teacher returns:
+Over all images, timesteps and elements, with s the student's output and t the teacher's:
 
 feature_relative_mse  sum of (s - t)^2 / sum of t^2 of a layer's attn1, the student on its own input
-output_error          |s - t| / |t| of the predicted noise; `output_error_at` has each timestep's
+output_error          |s - t| / |t| of the predicted noise; `output_error_at` is per timestep
 
-Of the student's keys, means over timesteps:
+For the student's keys, means over timesteps:
 
 commitment_loss, quantization_error  distance to what represents the leaf
-active_ratio, perplexity             how many codewords are in use at all timesteps; own ones in
-                                     each image
-evenness                             perplexity / codewords: 1 where all are in equal use
+active_ratio, perplexity             how many codewords are in use over all timesteps; for own
+                                     codewords per image
+evenness                             perplexity / codewords: 1 if all are used equally
 
-Of the student's attention in the first image at all timesteps:
+For the student's attention in the first image over all timesteps:
 
 capture          share on keys of refined parents
-best_capture     the same if the parents of most exact attention were refined
-overlap          share of refined parents that exact importance refines as well
+best_capture     the same if the parents with the most exact attention were refined
+overlap          share of refined parents that exact importance also refines
 
-The figures of codewords are known for each head; a layer's are the means over its heads.
+Codeword metrics are per head; a layer's are means over its heads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,13 +65,13 @@ METRICS = {
     "active_ratio": "active ratio",
     "capture": "capture",
 }
-Squares = tuple[float, float]  # sums of squared errors, and of squares of what is expected
+Squares = tuple[float, float]  # sums of squared errors, and of squared expected values
 
 
 def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
-    """Repeat two-level codewords once for each possible number of refined parents.
+    """Repeat methods with two-level codewords, once per possible number of refined parents.
 
-    Methods without codewords, with flat ones or with a fixed number stay as they are.
+    Methods without codewords, with flat codewords or with a fixed number stay unchanged.
 
     Raises:
         ValueError: codebooks allow none of the numbers.
@@ -101,16 +101,17 @@ def measure_errors(
     num_timesteps: int = 8,
     size: int | None = None,
 ) -> list[Row]:
-    """Measure one row per method; its `layers` holds the metrics of each layer, by head in `heads`.
+    """Measure one row per method; `layers` holds each layer's metrics, with those by head in
+    `heads`.
 
-    `is_flat` says whether the codewords are flat, and is None without codewords. All images of a
-    timestep run in one batch.
+    `is_flat` says whether the codewords are flat; None without codewords. All images of a timestep
+    run in one batch.
 
     Args:
         pipe: a pipeline without AVQ; its UNet is the teacher.
         methods: methods prepared for `pipe`.
         scenes: scenes whose images are noised.
-        num_timesteps: number of timesteps, the middles of equal parts of the noise schedule.
+        num_timesteps: number of timesteps: the middles of equal parts of the noise schedule.
         size: side of the images, a multiple of 64; None takes the UNet's own.
     """
     totals = [_Totals(method) for method in methods]
@@ -131,7 +132,7 @@ def noised_scenes(
 ) -> Iterator[UNetInputs]:
     """Yield noisy latents (B, 4, h, w), timesteps (B,) and text states of all scenes for each step.
 
-    The noise of a step depends on its number only.
+    A step's noise depends only on its index.
     """
     size = size or pipe.unet.config.sample_size * pipe.vae_scale_factor
     images = torch.from_numpy(np.stack([render(scene, size) for scene in scenes]))
@@ -153,10 +154,10 @@ def errors_table(rows: Sequence[Row]) -> str:
 
 
 def error_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Rows of panels: what a codebook costs against what it errs, and elastic inference.
+    """Rows of panels: error against cost of codebooks, and elastic inference.
 
-    Errors over effective codewords, with a line for each two-level codebook and one for flat ones;
-    then figures of two-level codebooks over the number of refined parents.
+    Errors against effective codewords, with a line per two-level codebook and one for flat ones;
+    then metrics of two-level codebooks against the number of refined parents.
     """
 
     def label(row: Row) -> str:
@@ -178,7 +179,7 @@ def error_panels(rows: Sequence[Row]) -> list[list[Panel]]:
 
 
 class _Totals:
-    """What one method's row is made of, collected timestep after timestep."""
+    """Accumulates one method's row over the timesteps."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
@@ -192,7 +193,7 @@ class _Totals:
         expected: Tensor,
         features: Mapping[str, Tensor],
     ) -> None:
-        """Run one step, with the method's attention on."""
+        """Run one step with the method's attention."""
         layers = select_layers(pipe.unet, self.method.levels)
         if self.method.layer_configs:
             layers = [layer for layer in layers if layer.avq_state is not None]
@@ -229,7 +230,7 @@ class _Totals:
 
 
 class _LayerTotals:
-    """One layer's part of a row."""
+    """Accumulates one layer's part of a row."""
 
     def __init__(self, layer: Layer, method: Method) -> None:
         self.level = layer.level
@@ -237,7 +238,7 @@ class _LayerTotals:
         self.features: list[Squares] = []
         self.sizes: dict[str, int] = {}
         self.steps: list[dict[str, Tensor]] = []
-        self.counts: list[Tensor] = []  # of the leaves' keys, by image
+        self.counts: list[Tensor] = []  # keys per leaf, by image
 
     def attend(
         self,
@@ -248,7 +249,7 @@ class _LayerTotals:
         codebook: Codebook | None,
         **options: Any,
     ) -> tuple[Tensor, str]:
-        """Attend by the method, and take the figures of its codewords."""
+        """Attend with the method, and record the metrics of its codewords."""
         known = {name: options[name] for name in DiagnosticOptions.__annotations__}
         num_parents, num_refined = options["num_parents"], options["num_refined"]
         self.sizes = {

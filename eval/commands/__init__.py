@@ -1,1 +1,1 @@
-"""The commands of `python -m eval`, a file for each kind."""
+"""The commands of `python -m eval`, one file per kind."""

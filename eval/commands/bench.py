@@ -19,7 +19,7 @@ def bench_attention_command(
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,4096,16384,65536",
     config: Annotated[str, typer.Option(help="Codebook sizes.")] = "M64P16C8",
     dtype: Annotated[
-        str, typer.Option(callback=dtype_name, help="Of a GPU: float32, float16 or bfloat16.")
+        str, typer.Option(callback=dtype_name, help="On a GPU: float32, float16 or bfloat16.")
     ] = "float32",
     batch: int = 2,
     heads: int = 8,
@@ -28,7 +28,7 @@ def bench_attention_command(
 ) -> None:
     """Time AVQ attention (precompute included) against scaled_dot_product_attention.
 
-    Codewords are stored ones and, beside them, those of the call's own keys.
+    Both with stored codewords and with codewords from the call's own keys.
 
     Example: python -m eval bench attention --device cpu
     """
@@ -61,7 +61,8 @@ def bench_kernels_command(
 ) -> None:
     """Time the kernels: the paper's speed table, SD1.5's shapes, Flux's, and how time scales.
 
-    All but the last also have rows of codewords from the call's own keys. Off CUDA, sizes are tiny.
+    All but the last also have rows with codewords from the call's own keys. Without CUDA, sizes are
+    tiny.
 
     Example: python -m eval bench kernels --device cuda --parts table,sd15
     """
@@ -78,9 +79,9 @@ def bench_kernels_command(
 
 @app.command("gradients")
 def bench_gradients_command(device: Device = "cuda", output: Output = RESULTS) -> None:
-    """Time attention with its gradients, as in training, against exact attention.
+    """Time attention with gradients, as in training, against exact attention.
 
-    Half precision on a GPU; a CPU times one small size in float32.
+    Half precision on a GPU; on a CPU one small size in float32.
 
     Example: python -m eval bench gradients --device cuda
     """
@@ -88,7 +89,7 @@ def bench_gradients_command(device: Device = "cuda", output: Output = RESULTS) -
 
 
 def _run_sized(part: str, name: str, device: str, output: Path) -> None:
-    """A part at its own sizes."""
+    """Run a part at its own sizes."""
     from eval.benchmarks.contenders import Bench
     from eval.benchmarks.kernels import run_part
     from eval.benchmarks.parts import FULL, TINY
@@ -107,21 +108,21 @@ def _run_sized(part: str, name: str, device: str, output: Path) -> None:
 
 @app.command("variants")
 def bench_variants_command(
-    dtype: Annotated[str, typer.Option(callback=dtype_name, help="Of the tokens.")] = "float16",
+    dtype: Annotated[str, typer.Option(callback=dtype_name, help="Dtype of tokens.")] = "float16",
     capabilities: Annotated[
         str, typer.Option(help="Compute capabilities: 80, 86, 89, 90, 100, 120.")
     ] = "80,86,89,90,100,120",
     head_dims: Annotated[str, typer.Option(help="Head dims.")] = "40,64,80,128",
     methods: Annotated[
-        str, typer.Option(help="Configurations, of stored codewords or with /own.")
+        str, typer.Option(help="Configurations, with stored codewords or with /own.")
     ] = "M64P16C8,M64P16C8/own1,M64P16C8E256/own",
     sinks: Annotated[str, typer.Option(help="Numbers of sink keys.")] = "0,333",
     output: Output = RESULTS,
 ) -> None:
-    """Compile every kernel for GPUs that are not there: registers, spills and shared memory.
+    """Compile every kernel for GPUs that are not present: registers, spills and shared memory.
 
-    It also writes variants.md, of the results of all dtypes in the folder. Compiling takes an hour
-    on one core; after a kill, the same command goes on where it was.
+    Also writes variants.md, from the results of all dtypes in the folder. Compiling takes an hour
+    on one core; if it is killed, the same command continues where it stopped.
 
     Example: python -m eval bench variants --dtype bfloat16 --capabilities 90 --head-dims 64
     """
@@ -147,7 +148,7 @@ def bench_variants_command(
 
 
 def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> None:
-    """The command of UNets, or that of transformers."""
+    """Add the command for UNets, or the one for transformers."""
 
     @app.command(group, help=text)
     def bench_step_command(
@@ -155,31 +156,32 @@ def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> No
         model: Annotated[
             str,
             typer.Option(
-                help="sd15 or sdxl, with random weights, or mini-sd, with its own; of transformers "
+                help="sd15 or sdxl, with random weights, or mini-sd, with its own; as transformers "
                 "sd35-medium, sd35-large, flux or wan, with random weights."
             ),
         ] = usual,
         sizes: Annotated[
             str,
             typer.Option(
-                help="Sides of the image, or lines of the video, as 512,1024; else the model's."
+                help="Sides of the image, or lines of the video, such as 512,1024; by default the "
+                "model's."
             ),
         ] = "",
         methods: Annotated[
             str,
             typer.Option(
                 help="Comma-separated, the most important first: exact, fa2, cudnn, limit, "
-                "M64P16C8/own, M64P16C8E256/own, M64P16C8/fastest. Of a UNet also tome@L01, "
+                "M64P16C8/own, M64P16C8E256/own, M64P16C8/fastest. For a UNet also tome@L01, "
                 "linfusion, M64P16C8, M64P16C8/means, M64P16C8@L0, M64P16C8-up_blocks.2, "
-                "M64P16C8/tuned. Of a transformer also pisa@.15, pisa0@.15, sol@1.3. "
-                "eval/names.py says what they are."
+                "M64P16C8/tuned. For a transformer also pisa@.15, pisa0@.15, sol@1.3. "
+                "eval/names.py explains them."
             ),
         ] = "",
         modes: Annotated[
             str, typer.Option(help="Comma-separated: graph, compile, eager.")
         ] = usual_modes,
         seconds: Annotated[
-            float, typer.Option(help="Of steps per row; the second half counts.")
+            float, typer.Option(help="Seconds of steps per row; the second half counts.")
         ] = 4.0,
         minutes: Annotated[
             float | None, typer.Option(help="Start no row after this many minutes.")
@@ -211,7 +213,7 @@ _add_step_command(
 
     Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
 
-    Of SDXL: python -m eval bench unet --model sdxl --device cuda --modes graph
+    For SDXL: python -m eval bench unet --model sdxl --device cuda --modes graph
     """,
 )
 _add_step_command(
@@ -227,11 +229,11 @@ _add_step_command(
 
 @app.command("distill")
 def bench_distill_command(
-    config: Annotated[Path, typer.Option(help="YAML file of the run that is timed.")] = Path(
+    config: Annotated[Path, typer.Option(help="YAML file of the timed run.")] = Path(
         "configs/sd15_m64p16c8.yaml"
     ),
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a model; SD1.5 with random weights without it.")
+        Path | None, typer.Option(help="Folder of a model; by default SD1.5 with random weights.")
     ] = None,
     size: Annotated[int, typer.Option(help="Side of the images.")] = 512,
     batches: Annotated[str, typer.Option(help="Images per GPU and step.")] = "4,8,12",
@@ -240,12 +242,12 @@ def bench_distill_command(
         str, typer.Option(help="Students: exact, avq, linfusion.")
     ] = "exact,avq,linfusion",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Runs of every row, in turns, for a host of varying speed.")
+        int, typer.Option(min=1, help="Runs per row, in turns, if the host's speed varies.")
     ] = 1,
-    overrides: Annotated[list[str], typer.Option("--set", help="Of the run, key=value.")] = (),
+    overrides: Annotated[list[str], typer.Option("--set", help="key=value, for the run.")] = (),
     output: Output = RESULTS,
 ) -> None:
-    """Time the training step at SD1.5's size, by short runs of the real command.
+    """Time the training step at SD1.5's size, with short runs of the real command.
 
     Example: python -m eval bench distill --gpus 1,2 --batches 12 --attentions avq
     """

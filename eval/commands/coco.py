@@ -1,4 +1,4 @@
-"""`python -m eval coco`: the COCO protocol, a folder of images a row."""
+"""`python -m eval coco`: the COCO protocol, one folder of images per row."""
 
 import sys
 from pathlib import Path
@@ -27,12 +27,12 @@ app = typer.Typer(
 
 @app.command("generate")
 def coco_generate_command(
-    folder: Annotated[Path, typer.Argument(help="Of the row's images, goes on if it has some.")],
+    folder: Annotated[Path, typer.Argument(help="For the row's images; existing ones are kept.")],
     captions: Annotated[
         Path,
         typer.Option(
-            help="LinFusion's captions.txt, one caption a line, or COCO's captions_val2014.json, "
-            "of which captions are drawn."
+            help="LinFusion's captions.txt, one caption per line, or COCO's captions_val2014.json, "
+            "from which captions are drawn."
         ),
     ],
     method: Annotated[
@@ -40,7 +40,7 @@ def coco_generate_command(
     ] = "exact",
     model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
     images: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
-    draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
+    draw_seed: Annotated[int, typer.Option(help="Seed for drawing from annotations.")] = 0,
     size: Annotated[
         int, typer.Option(callback=multiple_of(8), help="Side of the images, a multiple of 8.")
     ] = 512,
@@ -51,17 +51,16 @@ def coco_generate_command(
     levels: Levels = "0",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text file with prompts to calibrate on, else those of `avq calibrate`."),
+        typer.Option(help="Text file of prompts to calibrate on; else those of `avq calibrate`."),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Images a GPU makes at once; a CPU makes one.")
+        int, typer.Option(min=1, help="Images per batch on a GPU; a CPU makes one at a time.")
     ] = 8,
     device: Device = "cpu",
 ) -> None:
-    """Make the images of one row: image i has caption i and the noise of seed i.
+    """Generate the images of one row: image i has caption i and noise from seed i.
 
-    Run the same command again after a kill, on as many GPUs as there are now. The safety checker
-    is off.
+    If it is killed, run the same command again, on any number of GPUs. The safety checker is off.
 
     Example: python -m eval coco generate runs/exact --captions captions.txt --device cuda
 
@@ -93,30 +92,30 @@ def coco_generate_command(
 
 @app.command("score")
 def coco_score_command(
-    folders: Annotated[list[Path], typer.Argument(help="Of `generate`, one a row.")],
+    folders: Annotated[list[Path], typer.Argument(help="From `generate`, one per row.")],
     real: Annotated[Path, typer.Option(help="Folder of real images, such as coco/val2014.")],
     scorer: Annotated[
         str | None,
         typer.Option(help=f"Folder of a CLIP-style scorer, in place of both networks: {SCORER}"),
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=2, help="Score the first ones only, for FID-5k.")
+        int | None, typer.Option(min=2, help="Only score the first ones, for FID-5k.")
     ] = None,
     patches: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of images of at least the same size, real ones or those of exact "
-            "attention: adds an FID of patches, which sees fine detail."
+            help="Folder of images of at least the same size, real ones or exact attention's: adds "
+            "an FID of patches, which sees fine detail."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images in a network at once.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, help="That read images.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch in a network.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that read images.")] = 8,
     cache: Annotated[Path | None, typer.Option(help="Folder for features of real images.")] = None,
     device: Device = "cpu",
-    name: Annotated[str, typer.Option(help="Of the file to write.")] = "coco",
+    name: Annotated[str, typer.Option(help="Name of the file to write.")] = "coco",
     output: Output = RESULTS,
 ) -> None:
-    """FID, KID and CLIP score of folders of images, all made of the same captions.
+    """FID, KID and CLIP score of folders of images, all made from the same captions.
 
     Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014 --device cuda
     """
@@ -166,11 +165,11 @@ def coco_score_command(
 
 @app.command("download")
 def coco_download_command(
-    folder: Annotated[Path, typer.Argument(help="Of captions.txt and val2014, made if need be.")],
+    folder: Annotated[Path, typer.Argument(help="For captions.txt and val2014; may be new.")],
 ) -> None:
     """Download LinFusion's captions and the images of val2014 (6 GB).
 
-    What an earlier call has downloaded is kept.
+    Files from an earlier call are kept.
 
     Example: python -m eval coco download coco
     """
@@ -181,7 +180,7 @@ def coco_download_command(
 
 @app.command("write")
 def coco_write_command(
-    folder: Annotated[Path, typer.Argument(help="Of the data set, made if need be.")],
+    folder: Annotated[Path, typer.Argument(help="For the dataset; may be new.")],
     images: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 5000,
     first: Annotated[
         int,
@@ -191,7 +190,7 @@ def coco_write_command(
         int, typer.Option(callback=multiple_of(64), help="Side of the images, a multiple of 64.")
     ] = 256,
 ) -> None:
-    """Write test scenes as a data set in COCO's format: images, annotations with captions.
+    """Write test scenes as a dataset in COCO's format: images, annotations with captions.
 
     The captions are FOLDER/annotations/captions_scenes.json, the real images FOLDER/images.
 

@@ -37,7 +37,7 @@ def errors_command(
     methods: Methods = "M64P16C8,M64,M128,M160,M256,M4,value-projection",
     model: Model = "mini-sd",
     refined: Annotated[
-        str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
+        str, typer.Option(help="Numbers of refined parents, for codebooks that name none.")
     ] = "0,4,8,16,32,64",
     images: Images = 16,
     timesteps: Timesteps = 8,
@@ -47,7 +47,7 @@ def errors_command(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Error of each layer and of the predicted noise against exact attention, by codebook size.
+    """Error per layer and of the predicted noise against exact attention, by codebook size.
 
     Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M160 --device cuda
 
@@ -60,7 +60,7 @@ def errors_command(
 
     names = methods.split(",")
     if TOME in names:
-        raise ValueError(f"errors are those of layers, but layers of {TOME} see merged tokens.")
+        raise ValueError(f"errors are per layer, but layers of {TOME} see merged tokens.")
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
     pipe = load_pipeline(model, device)
@@ -91,7 +91,7 @@ def errors_command(
 @app.command("analyse")
 def analyse_command(
     names: Annotated[
-        list[str], typer.Argument(help="Of heads, layers, utilisation, order, importance.")
+        list[str], typer.Argument(help="heads, layers, utilisation, order, importance.")
     ],
     methods: Annotated[
         str | None,
@@ -109,10 +109,10 @@ def analyse_command(
 ) -> None:
     """The paper's analyses of codebooks, each with a table and a plot.
 
-    heads: capture of each head, as a heat map.
+    heads: capture per head, as a heat map.
 
-    layers: commitment loss and quantization error of each layer; avq calibrate --exact leaves out
-    the worst.
+    layers: commitment loss and quantization error per layer; avq calibrate --exact leaves out the
+    worst.
 
     utilisation: share of codewords in use, two-level against flat.
 
@@ -159,11 +159,11 @@ def ablate_command(
         "configs/mini_m64p16c8.yaml"
     ),
     runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/ablation"),
-    variants: Annotated[str, typer.Option(help="Comma-separated; all without it.")] = "",
-    seeds: Annotated[str, typer.Option(help="Of the training.")] = "0",
+    variants: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Training seeds.")] = "0",
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
-    overrides: Annotated[list[str], typer.Option("--set", help="Of every run, key=value.")] = (),
-    refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
+    overrides: Annotated[list[str], typer.Option("--set", help="key=value, for every run.")] = (),
+    refined: Annotated[str, typer.Option(help="Numbers of refined parents to evaluate.")] = "16",
     model: Model = "mini-sd",
     images: Images = 16,
     timesteps: Timesteps = 8,
@@ -172,7 +172,7 @@ def ablate_command(
 ) -> None:
     """Train variants of a distillation and compare their errors against the teacher.
 
-    Runs of other seeds or variants join the table by `merge`.
+    `merge` adds runs with other seeds or variants to the table.
 
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """

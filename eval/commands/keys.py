@@ -39,9 +39,9 @@ def keys_command(
         str | None,
         typer.Option(
             show_default="some 30",
-            help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
-            "keys (M64P16C8/means), not for transformers of diffusers, or of the call's own keys "
-            "with Lloyd updates or without "
+            help="Comma-separated: configurations with stored codewords (M64P16C8, M192), mean "
+            "keys (M64P16C8/means; neither for diffusers transformers), or codewords from the "
+            "call's own keys, with or without Lloyd updates "
             "(M64P16C8/own, M64P16C8/own1), any of them with exact keys (M64P16C8E256/own); "
             "pooled@E256, exact, value-projection; on a GPU also peers with their own kernels, "
             "pisa@.15, pisa0@.15 and sol@1.3.",
@@ -57,7 +57,7 @@ def keys_command(
     ] = VIT,
     download: Download = False,
     sizes: Annotated[
-        str | None, typer.Option(help="Sides of the images; the model's own without it.")
+        str | None, typer.Option(help="Sides of the images; by default the model's own.")
     ] = None,
     images: Annotated[
         int, typer.Option(min=1, max=3, help="Photographs, or prompts, to measure on.")
@@ -68,9 +68,9 @@ def keys_command(
 ) -> None:
     """Error of attention layers on real queries, keys and values, by columns and by time.
 
-    Time is that of a GPU. vit is a pretrained vision transformer, which
-    --download fetches once: runs/vit is a folder that --model takes as well. Sizes of 518, 1036 and
-    1554 pixels give it 1370, 5477 and 12322 tokens.
+    Times are measured on a GPU only. vit is a pretrained vision transformer, fetched once by
+    --download to runs/vit, a folder that --model also accepts. Sizes of 518, 1036 and 1554 pixels
+    give it 1370, 5477 and 12322 tokens.
 
     Example: python -m eval keys --download --sizes 518,1036
     """
@@ -99,10 +99,10 @@ def keys_command(
 
 
 def sides_of(sizes: str) -> tuple[int, ...]:
-    """The sides of images that `--sizes` names.
+    """The image sides in `--sizes`.
 
     Raises:
-        ValueError: one is no number, or too small.
+        ValueError: one is not a number, or too small.
     """
     sides = numbers_of("--sizes", sizes)
     if min(sides) < SMALLEST:
@@ -111,12 +111,12 @@ def sides_of(sizes: str) -> tuple[int, ...]:
 
 
 def folder_of(model: str) -> Path:
-    """Where a model lies."""
+    """The folder or Hub id of a model."""
     return VIT_FOLDER if model == VIT else Path(model)
 
 
 def load(model: str, download: bool, device: str, dtype: str | None = None) -> "Model":
-    """Load a model; without a dtype in float16 on a GPU and in float32 elsewhere.
+    """Load a model; by default in float16 on a GPU and float32 elsewhere.
 
     Raises:
         ValueError: there is no such model.
@@ -136,6 +136,6 @@ def load(model: str, download: bool, device: str, dtype: str | None = None) -> "
 
 
 def result_path(output: Path, kind: str, model: str, *facts: str) -> Path:
-    """The file of a result."""
+    """The path of a result file."""
     name = Path(model).name.replace("-", "_")
     return output / f"{'_'.join([kind, name, *facts])}.json"

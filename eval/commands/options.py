@@ -1,4 +1,4 @@
-"""Options, pipelines and error handling of the commands of `python -m eval`."""
+"""Options, pipelines and error handling for the commands of `python -m eval`."""
 
 import shlex
 import sys
@@ -19,7 +19,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def dtype_name(name: str | None) -> str | None:
-    """Callback of an option for a dtype."""
+    """Callback for a dtype."""
     if name not in (None, *DTYPES):
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {name!r}.")
     return name
@@ -29,36 +29,34 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         callback=dtype_name,
-        help="float32, float16 or bfloat16; float16 on a GPU and float32 elsewhere without it.",
+        help="float32, float16 or bfloat16; by default float16 on a GPU, else float32.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
-Output = Annotated[
-    Path, typer.Option(callback=folder_to_write, help="Folder the results are written to.")
-]
+Output = Annotated[Path, typer.Option(callback=folder_to_write, help="Folder for the results.")]
 Methods = Annotated[
     str,
     typer.Option(
         help="Comma-separated: exact, value-projection, tome, configurations to calibrate such as "
-        "M64P16C8, M192, M64P16C8/means (mean keys) or, with a block or layer that stays exact, "
-        "M64P16C8-up_blocks.1, of the call's own keys, with Lloyd updates or without "
-        "(M64P16C8/own, M64P16C8/own1), folders of codebooks (all of these also with another "
-        "number of refined parents, as runs/m64/codebooks@P8) or of LinFusion layers."
+        "M64P16C8, M192, M64P16C8/means (mean keys) or, with a block or layer kept exact, "
+        "M64P16C8-up_blocks.1, with codewords from the call's own keys, with or without Lloyd "
+        "updates (M64P16C8/own, M64P16C8/own1), folders of codebooks (all of these also with "
+        "another number of refined parents, as in runs/m64/codebooks@P8) or of LinFusion layers."
     ),
 ]
 Levels = Annotated[
-    str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
+    str, typer.Option(help="UNet levels to change, such as 0 or 0,1; folders bring their own.")
 ]
-Images = Annotated[int, typer.Option(min=2, help="Images a method.")]
+Images = Annotated[int, typer.Option(min=2, help="Images per method.")]
 Size = Annotated[
     int | None,
     typer.Option(
         callback=multiple_of(64),
-        help="Side of the images, a multiple of 64; the model's own without it.",
+        help="Side of the images, a multiple of 64; by default the model's own.",
     ),
 ]
 Compiled = Annotated[
-    bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand images on.")
+    bool, typer.Option("--compile", help="Compile the UNet; pays off from 1000 images on.")
 ]
 Model = Annotated[
     str,
@@ -70,8 +68,8 @@ AnyModel = Annotated[
     str,
     typer.Option(
         callback=model_path,
-        help="Folder or Hub id of a Stable Diffusion model, mini-sd, mini-sd3, or a result of the "
-        "training of mini-sd3.",
+        help="Folder or Hub id of a Stable Diffusion model, mini-sd, mini-sd3, or the result of "
+        "training mini-sd3.",
     ),
 ]
 
@@ -83,7 +81,7 @@ def result_name(
     size: int | None = None,
     dilated: bool = False,
 ) -> str:
-    """Name of a result file without its ending; it names a size other than the model's own."""
+    """Name of a result file without extension; includes a size other than the model's own."""
     suffix = (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
     if is_mini_sd3(model):
         return f"{command}_mini_sd3{suffix}"
@@ -91,12 +89,12 @@ def result_name(
 
 
 def calibration_prompts() -> list[str]:
-    """Captions of validation scenes. Nothing is measured on them."""
+    """Captions of validation scenes, which nothing is measured on."""
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
 
 
 def load_pipeline(model: str, device: str, dtype: str = "float32") -> "DiffusionPipeline":
-    """A pipeline of Stable Diffusion or mini-sd3 on a device, without progress bars of its own."""
+    """A pipeline of Stable Diffusion or mini-sd3 on a device, without its own progress bars."""
     import torch
     from diffusers import StableDiffusionPipeline
 
@@ -109,7 +107,7 @@ def load_pipeline(model: str, device: str, dtype: str = "float32") -> "Diffusion
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run a command; a user's mistake is one sentence and exit code 2."""
+    """Run a command; a user error prints one sentence and exits with code 2."""
     try:
         app()
     except (ImportError, OSError, ValueError, TypeError) as error:
@@ -118,7 +116,7 @@ def run_app(app: typer.Typer) -> None:
 
 
 def command_line() -> str:
-    """The command line, without the option that says where results go."""
+    """The command line, without the option for the results' folder."""
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--output=")]
     if "--output" in arguments:
         place = arguments.index("--output")

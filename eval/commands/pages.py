@@ -1,4 +1,4 @@
-"""`python -m eval pages`: what the results say, for readers."""
+"""`python -m eval pages`: the results as pages for readers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ app = typer.Typer()
 
 @app.command("pages")
 def pages_command(
-    folder: Annotated[Path, typer.Argument(help="Of the results.")] = PUBLISHED,
+    folder: Annotated[Path, typer.Argument(help="Folder of the results.")] = PUBLISHED,
 ) -> None:
     """Make the pages and their plots from the JSON files: speed, quality, tolerance, keys, ...
 

@@ -1,4 +1,4 @@
-"""Likeness and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
+"""Similarity and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def compare_command(
     methods: Methods = "M64P16C8,M192,M4,value-projection",
     model: AnyModel = "mini-sd",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts: captions of test scenes.")] = 8,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per prompt.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     levels: Levels = "0",
     size: Size = None,
@@ -51,9 +51,9 @@ def compare_command(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Images of each method against those of exact attention at equal prompts and seeds.
+    """Compare each method's images with exact attention's for the same prompts and seeds.
 
-    Besides the figures, a sheet shows four prompts by every method.
+    Also writes a sheet with four prompts per method.
 
     Example: python -m eval compare --methods M64P16C8,M192 --device cuda
 
@@ -97,11 +97,11 @@ def tolerance_command(
         str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
     ] = "0.003,0.005,0.01,0.02,0.05,0.1",
     methods: Annotated[
-        str, typer.Option(help="Comma-separated methods beside them, such as M192/own,tome@.5.")
+        str, typer.Option(help="Methods to compare with, such as M192/own,tome@.5.")
     ] = "M192/own,M384/own",
     model: Model = "mini-sd",
-    probed: Annotated[int, typer.Option(min=1, help="Prompts that are probed.")] = 4,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts that are not.")] = 24,
+    probed: Annotated[int, typer.Option(min=1, help="Prompts to probe.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Other prompts, to measure on.")] = 24,
     steps: Annotated[
         str, typer.Option(help="Denoising steps of the images, comma-separated.")
     ] = "4,8,25",
@@ -111,7 +111,7 @@ def tolerance_command(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Sizes by their effect on the output, beside equal sizes, on prompts that were not probed.
+    """Sizes by their effect on the output against equal sizes, on prompts that were not probed.
 
     Example: python -m eval tolerance --methods M192/own,M384/own,tome@.25,tome@.5 --device cuda
     """
@@ -160,13 +160,13 @@ def scenes_command(
     first_seed: Annotated[
         int,
         typer.Option(
-            min=0, max=LARGEST_SEED, help="Noise seed of the first image; image i adds i."
+            min=0, max=LARGEST_SEED, help="Noise seed of the first image; then counting up."
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Images made at once; by default 64 on a GPU, else 4."),
+        typer.Option(min=1, help="Images per batch; by default 64 on a GPU, else 4."),
     ] = None,
     levels: Levels = "0",
     size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = IMAGE_SIZE,
@@ -174,18 +174,16 @@ def scenes_command(
     compiled: Compiled = False,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Keep the finished rows of this run, and the images of `exact`."
-        ),
+        typer.Option("--resume", help="Keep this run's finished rows, and the images of `exact`."),
     ] = False,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
-    PSNR and FID to exact are to the images of `exact`, if it is among the methods. `merge`
-    averages runs with other seeds. It also joins runs of one seed, so that several GPUs can share
-    the methods.
+    PSNR and FID to exact compare with the images of `exact`, if it is among the methods. `merge`
+    averages runs with different seeds. It also joins runs with one seed, so that several GPUs can
+    share the methods.
 
     Example: python -m eval scenes --images 5000 --device cuda
 
@@ -257,9 +255,9 @@ def merge_command(
 ) -> None:
     """Average results of `scenes` over seeds, or put runs of `ablate` into one table.
 
-    Of scenes, ± becomes one standard error over the seeds; FID, CLIP score and copy agreement are
-    also given less those of exact attention, seed by seed. Rows of one seed may come from several
-    files, and a row that not every seed has is left out.
+    For scenes, ± becomes one standard error over the seeds; FID, CLIP score and copy agreement are
+    also given as differences to exact attention, seed by seed. Rows of one seed may come from
+    several files; rows that a seed lacks are left out.
 
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
     """
@@ -278,14 +276,14 @@ def merge_command(
 @app.command("table")
 def table_command(
     results: Annotated[
-        list[Path], typer.Argument(help="Files of `scenes` or `merge`, and of `bench unet`.")
+        list[Path], typer.Argument(help="Files from `scenes` or `merge`, and from `bench unet`.")
     ],
-    name: Annotated[str, typer.Option(help="Of the file to write.")] = "table",
+    name: Annotated[str, typer.Option(help="Name of the file to write.")] = "table",
     output: Output = RESULTS,
 ) -> None:
-    """Join quality and speed of every method in one table, of images of one or more sizes.
+    """Join quality and speed of all methods in one table, for images of one or more sizes.
 
-    A time of `bench unet` stands beside every row of the same configuration at the same levels.
+    A time from `bench unet` goes with each row of the same configuration at the same levels.
 
     Example: python -m eval table merged.json merged_512.json bench_unet_1024_graph_cuda.json
     """
@@ -301,17 +299,17 @@ def plot_command(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of table, errors, analyse, training, bench kernels, unet or transformer."
+            help="Files from table, errors, analyse, training, bench kernels, unet or transformer."
         ),
     ],
     size: Annotated[
         int | None,
         typer.Option(
-            help="Of the UNet step whose time a table is shown over, else the images' own."
+            help="For a table: size of the UNet step whose time is shown; default: the images'."
         ),
     ] = None,
 ) -> None:
-    """Draw stored results again, each as the PNG beside its file; of a table, quality over time.
+    """Plot stored results again, each to the PNG beside its file; for a table, quality over time.
 
     Example: python -m eval plot eval/results/table.json --size 1024
     """
@@ -331,12 +329,12 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
 
     documents = [_scenes_document(result) for result in results]
     rows = merge_runs(documents)
-    print(f"{scenes_table(rows)}\n\nLess exact attention, at equal noise:\n")
+    print(f"{scenes_table(rows)}\n\nDifferences to exact attention, with the same noise:\n")
     print(f"{differences_table(rows)}\n")
     merged = set(map(row_key, rows))
     for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
         if key not in merged:
-            print(f"Left out, as not every seed has it: {key[0]}, levels {list(key[1])}")
+            print(f"Left out because a seed lacks it: {key[0]}, levels {list(key[1])}")
     protocol = {name: documents[0].get(name) for name in PROTOCOL}
     for document in documents:
         protocol |= {name: document[name] for name in MAKING if name in document}
@@ -344,7 +342,7 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
 
 
 def _scenes_document(result: Result) -> Mapping[str, Any]:
-    """The content of a file of `scenes`."""
+    """The content of a file from `scenes`."""
     from eval.quality.scene_rows import noise_seeds, scenes_table
 
     with complete(result.path):
@@ -371,6 +369,6 @@ def _save_merged(
     documents: Sequence[Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Save rows with what their files say of how they were made."""
+    """Save rows with what their files say about how they were made."""
     runs = [{x: value for x, value in one.items() if x != "rows"} for one in documents]
     save_json(path, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)

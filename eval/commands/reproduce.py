@@ -13,20 +13,20 @@ app = typer.Typer(no_args_is_help=True, help="Make a published table, from downl
 
 @app.callback()
 def reproduce() -> None:
-    """Keeps the name of the only command."""
+    """Makes typer keep the name of the only command."""
 
 
 @app.command("sd15")
 def sd15_command(
-    output: Annotated[Path, typer.Argument(help="Folder of everything.")] = Path("runs/sd15"),
-    rows: Annotated[str, typer.Option(help="Comma-separated; all without it.")] = "",
+    output: Annotated[Path, typer.Argument(help="Folder for everything.")] = Path("runs/sd15"),
+    rows: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
     sizes: Annotated[
-        str, typer.Option(help="The training size, then those that run ScaleCrafter.")
+        str, typer.Option(help="The training size, then sizes that run ScaleCrafter.")
     ] = "512,1024",
-    images: Annotated[int, typer.Option(min=2, help="Images a row.")] = 30_000,
+    images: Annotated[int, typer.Option(min=2, help="Images per row.")] = 30_000,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
     processes: Annotated[
-        int, typer.Option(min=1, help="Of the training and generation, one a GPU.")
+        int, typer.Option(min=1, help="Processes that train and generate, one per GPU.")
     ] = 1,
     model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
     captions: Annotated[
@@ -39,18 +39,18 @@ def sd15_command(
         str | None, typer.Option(help="Folder of a CLIP-style scorer, in place of both networks.")
     ] = None,
     overrides: Annotated[
-        list[str], typer.Option("--set", help="Of every distillation, key=value.")
+        list[str], typer.Option("--set", help="key=value, for every distillation.")
     ] = (),
     only_plan: Annotated[
-        bool, typer.Option("--plan", help="Print the steps, their hours and space, and stop.")
+        bool, typer.Option("--plan", help="Print the steps with hours and disk space, and stop.")
     ] = False,
     device: Device = "cuda",
 ) -> None:
     """The paper's table of SD1.5 on COCO: downloads, distils, generates, scores.
 
-    Prints the expected hours and space first, and at the end each measured metric beside the
-    published one. After a kill, the same command goes on where it was; a finished step is never
-    repeated.
+    Prints the expected hours and disk space first, and at the end each measured metric beside the
+    published one. If it is killed, the same command continues where it stopped; finished steps are
+    not repeated.
 
     Example: python -m eval reproduce sd15 runs/sd15 --processes 8
     """
@@ -75,7 +75,7 @@ def sd15_command(
     print(plan_table(request, chosen), flush=True)
     if only_plan:
         return
-    message = f"another command writes {output}; wait for its end."
+    message = f"another command is writing {output}; wait for it."
     with locked(output, 1, message):
         carry_out(request, chosen)
         table = paper_table(measured(request), request.sizes)

@@ -1,7 +1,7 @@
-"""Plots of results, from their JSON files.
+"""Plot results from their JSON files.
 
-Commands plot the file that they have just written, so `python -m eval plot` gives the same plot.
-What a document must have is read before the modules that draw are imported, so errors come at once.
+Commands plot the file they have just written, so `python -m eval plot` gives the same plot.
+Documents are checked before the plotting modules are imported, so errors come at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from eval.store.report import complete, read_result, save_json
 
 
 def publish(path: Path, table: str, *, device: str, **content: Any) -> None:
-    """Print a table of a result, then write the result and its plot."""
+    """Print a result's table, then write the result and its plot."""
     print(table)
     save_json(path, command=command_line(), device=device, **content)
     draw(path)
@@ -23,11 +23,11 @@ def publish(path: Path, table: str, *, device: str, **content: Any) -> None:
 def draw(path: Path, *, size: int | None = None) -> None:
     """Plot a result to the PNG beside its JSON file.
 
-    `size` is for tables only: the size of the UNet step whose time is shown.
+    `size` is only for tables: the size of the UNet step whose time is shown.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a complete result, has no plot, or not this size.
+        ValueError: it is not a complete result, or has no plot or not this size.
     """
     result = read_result(path)
     if result.kind not in PLOTS:
@@ -60,7 +60,7 @@ def _steps(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _panels(function: str, *fields: str) -> Callable[..., None]:
-    """A plot of rows of panels, which a function makes of these fields or of the whole document."""
+    """Plots the panels that a function makes from these fields, or from the whole document."""
     module, _, name = function.rpartition(".")
 
     def plot(path: Path, document: Mapping[str, Any], **options: Any) -> None:

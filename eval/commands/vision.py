@@ -1,4 +1,4 @@
-"""`python -m eval vision`: vision transformers of transformers."""
+"""`python -m eval vision`: vision models of transformers."""
 
 import os
 from pathlib import Path
@@ -26,25 +26,25 @@ FEATURE_METHODS = (
 Model = Annotated[
     str,
     typer.Option(
-        callback=model_path, help="vit, or folder or Hub id of a vision model of transformers."
+        callback=model_path, help="vit, or folder or Hub id of a transformers vision model."
     ),
 ]
 
-app = typer.Typer(no_args_is_help=True, help="Vision transformers: data sets, features, tables.")
+app = typer.Typer(no_args_is_help=True, help="Vision transformers: datasets, features, tables.")
 
 
 @app.command()
 def data(
     task: Annotated[str, typer.Argument(help="segmentation or classification.")],
     output: Annotated[
-        Path | None, typer.Option(help="Folder to make; runs/TASK without it.")
+        Path | None, typer.Option(help="Folder to create; by default runs/TASK.")
     ] = None,
     training: Annotated[int, typer.Option(min=1, help="Training images.")] = 2000,
     validation: Annotated[int, typer.Option(min=1, help="Validation images.")] = 400,
     size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, max=9, help="Of the scenes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=9, help="Seed of the scenes.")] = 0,
 ) -> None:
-    """Write scenes over photographs in the layout of ADE20K or of ImageNet.
+    """Write scenes over photographs in the layout of ADE20K or ImageNet.
 
     Example: python -m eval vision data segmentation
     """
@@ -68,9 +68,9 @@ def features(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: exact, value-projection (the control), configurations of the "
-            "call's own keys (M64P16C8/own, M192/own, M64P16C8E256/own, M64P16C8@P8/own) or of "
-            "codewords calibrated on other photographs (M64P16C8, M64P16C8/means)."
+            help="Comma-separated: exact, value-projection (the control), configurations with "
+            "codewords from the call's own keys (M64P16C8/own, M192/own, M64P16C8E256/own, "
+            "M64P16C8@P8/own) or calibrated on other photographs (M64P16C8, M64P16C8/means)."
         ),
     ] = FEATURE_METHODS,
     model: Model = VIT,
@@ -84,7 +84,7 @@ def features(
 ) -> None:
     """Features and salient pixels with AVQ in all layers, without training.
 
-    On a GPU also the time of the forward, in float16. The file is written after each method.
+    On a GPU also the time of the forward pass, in float16. The file is written after each method.
 
     Example: python -m eval vision features --download --sizes 518,1036,1554 --device cuda
     """
@@ -118,12 +118,12 @@ def tolerance(
     model: Model = VIT,
     download: Download = False,
     size: Annotated[int, typer.Option(min=SMALLEST, help="Side of the images.")] = 518,
-    probed: Annotated[int, typer.Option(min=1, max=4, help="Photographs that are probed.")] = 4,
-    images: Annotated[int, typer.Option(min=1, max=7, help="Photographs that are not.")] = 7,
+    probed: Annotated[int, typer.Option(min=1, max=4, help="Photographs to probe.")] = 4,
+    images: Annotated[int, typer.Option(min=1, max=7, help="Others, to measure on.")] = 7,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Sizes by their effect on the features, beside equal sizes, on photographs not probed.
+    """Sizes by their effect on the features against equal sizes, on photographs not probed.
 
     Example: python -m eval vision tolerance --download --device cuda
     """
@@ -150,10 +150,10 @@ def tolerance(
 
 @app.command()
 def table(
-    rows: Annotated[Path, typer.Argument(help="rows.jsonl of python -m distill.vision compare.")],
+    rows: Annotated[Path, typer.Argument(help="rows.jsonl from python -m distill.vision compare.")],
     output: Output = RESULTS,
 ) -> None:
-    """Scores of fine-tuned models by attention, with kernel times, from a comparison's rows.
+    """Scores of fine-tuned models by attention, with kernel times, from the rows of a comparison.
 
     Example: python -m eval vision table runs/scenes_segmentation/rows.jsonl
     """
@@ -171,7 +171,7 @@ def table(
 
 @app.command()
 def analyses(
-    path: Annotated[Path, typer.Argument(help="Of python -m distill.vision analyse.")],
+    path: Annotated[Path, typer.Argument(help="From python -m distill.vision analyse.")],
     output: Output = RESULTS,
 ) -> None:
     """Elastic inference, query orders, tiled importance and heads of a fine-tuned model.
@@ -188,14 +188,14 @@ def analyses(
 
 
 def load_vision(model: str, download: bool, device: str) -> "PreTrainedModel":
-    """Load a vision model, on a GPU in float16.
+    """Load a vision model, in float16 on a GPU.
 
     Raises:
-        ValueError: there is no such model, or it is none of vision.
+        ValueError: there is no such model, or it is not a vision model.
     """
     from torch import nn
 
     loaded = load(model, download, device)
     if not isinstance(loaded, nn.Module):
-        raise ValueError(f"--model must be a vision model of transformers, but {model} is none.")
+        raise ValueError(f"--model must be a transformers vision model, but {model} is not.")
     return loaded

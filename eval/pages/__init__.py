@@ -1,1 +1,1 @@
-"""The pages of the results: templates in Markdown, and the figures that are put into them."""
+"""The result pages: Markdown templates, and the figures to fill them."""

@@ -1,4 +1,4 @@
-"""The figures of each page, from the JSON files of a folder of results."""
+"""Each page's figures, from the JSON files in a folder of results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
 AVQ, EXACT_KEYS, LARGE, FLAT = "M64P16C8/own", "M64P16C8E256/own", "M128P32C8E256/own", "M192/own"
-TRANSFORMERS = "M128P32C8E1024/own"  # the default of transformers of diffusers
+TRANSFORMERS = "M128P32C8E1024/own"  # the default for diffusers transformers
 MINI = "avq_diffusers/mini"
-# What the page of quality shows, in this order.
+# What the quality page shows, in this order.
 COMPARED = [AVQ, "M64P16C8/own1", f"{MINI}/distilled", EXACT_KEYS, f"{MINI}/distilled-level1"]
 COMPARED += [LARGE, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
-MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}  # the first one is shown
-OWN = ", own codewords"  # all rows have them, so none says so
+MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}  # the first found is shown
+OWN = ", own codewords"  # true for all rows, so labels omit it
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
 LABELS = {
     EXACT: "exact attention",
@@ -40,9 +40,9 @@ class Figures:
     """What a page shows.
 
     Attributes:
-        values: by the names in the template.
-        files: results that these come from.
-        plot: file name.
+        values: values for the template's placeholders.
+        files: results that they come from.
+        plot: file name of the plot.
         draw: draws the plot; None if another command does.
     """
 
@@ -53,7 +53,7 @@ class Figures:
 
 
 class Rows(dict[Any, Row]):
-    """Rows by what they are of; one that is missing is an error that names the file."""
+    """Rows by key; a missing one raises an error that names the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Rows(dict[Any, Row]):
 
 
 class File:
-    """A result: `rows` by one field or several, which have some others at least."""
+    """A result: `rows` by one or more fields, each with at least the other given fields."""
 
     def __init__(self, path: Path, keys: Sequence[str], *fields: str) -> None:
         self.path, self.document, self.rows = path, read_result(path).document, Rows(path)
@@ -75,7 +75,7 @@ class File:
 
 
 def speed(folder: Path) -> Figures:
-    """A denoising step of each network and size: its fastest mode, the newest file."""
+    """A denoising step per network and size: its fastest mode, from the newest file."""
     steps: dict[tuple[str, int], Row] = {}
     for path in files_of(folder, "bench_unet_*_cuda.json", "bench_transformer_*_cuda.json"):
         file = File(path, ["method"], "ms", "size", "mode")
@@ -189,7 +189,7 @@ def quality(folder: Path) -> Figures:
 
 
 def tolerance(folder: Path) -> Figures:
-    """What a tolerance and sizes by effect give, beside equal sizes in all layers and peers."""
+    """What tolerances and sizes by effect give, against equal sizes in all layers and peers."""
     rows, sentences, panels = [], [], []
     paths = files_of(folder, "tolerance_*.json")
     for path in paths:
@@ -214,9 +214,9 @@ def tolerance(folder: Path) -> Figures:
             if row["plan"].startswith("tolerance")
         ]
         sentences.append(
-            f"- {model}: {sum(beaten)} of {len(others)} rows of other methods and of equal sizes "
-            f"have a row of sizes by effect that takes no longer and has a smaller error. Prompts "
-            f"whose error is within {SLACK} times the tolerance: {', '.join(held)}."
+            f"- {model}: sizes by effect beat {sum(beaten)} of {len(others)} rows of other methods "
+            f"and equal sizes: no slower, and a smaller error. Prompts whose error is within "
+            f"{SLACK} times the tolerance: {', '.join(held)}."
         )
     columns: dict[str, Column] = {
         "model": "model",
@@ -234,7 +234,7 @@ def tolerance(folder: Path) -> Figures:
 
 
 def keys(folder: Path) -> Figures:
-    """One layer on real keys, with Sol-Attn and PISA beside it."""
+    """One layer on real keys, compared with Sol-Attn and PISA."""
     path = folder / "keys_vit_cuda_bfloat16.json"
     file = File(path, ["method"], "error", "ms", "columns", "scheme")
     rows, exact = file.rows, file.rows[EXACT]
@@ -268,7 +268,7 @@ def keys(folder: Path) -> Figures:
 
 
 def vision(folder: Path) -> Figures:
-    """Vision transformers with AVQ in all layers, nothing trained with it."""
+    """Vision transformers with AVQ in all layers, without training."""
     features = folder / "vision_features_vit_cuda.json"
     file = File(features, ["method", "size"], "features_off")
     tasks = {
@@ -310,7 +310,7 @@ def vision(folder: Path) -> Figures:
 
 
 def hardware(folder: Path) -> Figures:
-    """The operation alone, on each device."""
+    """The attention operation alone, per device."""
     paths = [folder / f"bench_{name}.json" for name in OPERATIONS]
     rows = [row for path in paths for row in calls_of(path)]
     timed = [row | {"gain": row["exact"] / row["avq"]} for row in rows if row["exact"] is not None]
@@ -348,10 +348,10 @@ def hardware(folder: Path) -> Figures:
 
 
 def calls_of(path: Path) -> list[Row]:
-    """Times of exact attention and of AVQ, of own codewords if there are any, by shape."""
+    """Times of exact attention and AVQ by shape, with own codewords if there are any."""
     shape = ["batch", "heads", "head_dim", "dtype", "tokens"]
     document = read_result(path).document
-    if "shape" in document:  # as `bench attention` wrote it before it was a part of `bench kernels`
+    if "shape" in document:  # from when `bench attention` was not yet part of `bench kernels`
         file = File(path, ["num_tokens"], "exact_ms", "avq_ms")
         return [
             document["shape"]
@@ -376,7 +376,7 @@ PAGES: Mapping[str, Callable[[Path], Figures]] = {
 
 
 def files_of(folder: Path, *patterns: str) -> list[Path]:
-    """The files in the folder or below it, at least one of each pattern."""
+    """The matching files in or below the folder, at least one per pattern."""
     found = {pattern: sorted(folder.rglob(pattern)) for pattern in patterns}
     for pattern, paths in found.items():
         if not paths:
@@ -392,10 +392,10 @@ def label_of(row: Mapping[str, Any]) -> str:
 
 
 def three_digits(name: str) -> Column:
-    """A column of a field in three digits, never by a power of ten."""
+    """A column for a field with three digits, never in scientific notation."""
     return lambda row: number(row[name] and float(f"{row[name]:.3g}"), "g")
 
 
 def bars_plot(xlabel: str, panels: Mapping[str, Mapping[str, float]]) -> Callable[[Path], None]:
-    """What draws a panel of bars for each entry."""
+    """A function that draws a panel of bars per entry."""
     return partial(bar_plot, panels=panels, xlabel=xlabel, title="")

@@ -1,6 +1,6 @@
-"""Pages from templates and results: `python -m eval pages`.
+"""Render pages from templates and results: `python -m eval pages`.
 
-A page has one table, one plot and one conclusion. New results make new pages.
+A page has one table, one plot and one conclusion. New results need new pages.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from eval.pages.figures import PAGES, Figures
 
 
 def rendered(name: str, folder: Path, found: Figures) -> str:
-    """The text of a page, with links from the folder of the results."""
+    """The text of a page, with links relative to the results' folder."""
     places = sorted(path.relative_to(folder).as_posix() for path in found.files)
     files = ",\n".join(f"[{place.removesuffix('.json')}]({place})" for place in places)
     text = f"{_template(name)}\n{_template('end')}"
@@ -19,7 +19,7 @@ def rendered(name: str, folder: Path, found: Figures) -> str:
 
 
 def write_pages(folder: Path) -> Iterator[Path]:
-    """Write the pages and their plots into a folder of results; yields the paths of the pages.
+    """Write the pages and their plots to a folder of results; yield the pages' paths.
 
     Raises:
         FileNotFoundError: a result is missing.

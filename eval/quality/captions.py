@@ -1,4 +1,4 @@
-"""Captions to generate images from: a list with one per line, or a draw from COCO's annotations."""
+"""Captions to generate images from: a list, one per line, or a draw from COCO's annotations."""
 
 import hashlib
 from collections import defaultdict
@@ -9,12 +9,12 @@ from avq_diffusers.captions import checked_caption, is_json, read_caption_list, 
 from avq_diffusers.files import sha256
 from eval.quality.protocol import CAPTIONS_SHA256, GENERATION
 
-FORM = "captions as COCO's captions_val2014.json does: annotations, each with id, image_id, caption"
+FORM = "captions like COCO's captions_val2014.json: annotations, each with id, image_id, caption"
 
 
 @dataclass(frozen=True)
 class Captions:
-    """Captions in the order of their images, and the list or draw that they come from."""
+    """Captions in image order, and the list or draw that they come from."""
 
     texts: tuple[str, ...]
     origin: str
@@ -27,17 +27,17 @@ class Captions:
 def read_captions(path: Path, num_captions: int, *, seed: int = 0) -> Captions:
     """Read the first captions of a list, or draw some from annotations in COCO's format.
 
-    A draw takes one caption from each of `num_captions` images. A longer draw with the same seed
-    begins with the shorter one.
+    A draw takes one caption from each of `num_captions` images. With the same seed, a longer draw
+    starts with the shorter one.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has another form, or fewer captions.
+        ValueError: the file is malformed, or has too few captions.
     """
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no file {path}; python -m eval coco download gets LinFusion's list, and "
-            f"COCO's captions_val2014.json works as well."
+            f"COCO's captions_val2014.json also works."
         )
     if is_json(path):
         texts, origin = _draw(path, seed), f"draw of seed {seed} from {path.name}"
@@ -54,7 +54,7 @@ def read_captions(path: Path, num_captions: int, *, seed: int = 0) -> Captions:
 
 
 def _draw(path: Path, seed: int) -> list[str]:
-    """One caption of every image. Hashes decide the order, so it needs no random generator."""
+    """One caption per image, ordered by hashes, which need no random generator."""
     document, captions = read_json(path), defaultdict(list)
     try:
         entries = [
@@ -64,7 +64,7 @@ def _draw(path: Path, seed: int) -> list[str]:
         raise ValueError(f"{path} does not hold {FORM} ({error!r}).") from None
     for number, image, caption in sorted(entries, key=lambda entry: entry[0]):
         checked = checked_caption(caption, f"annotation {number} of {path}: caption")
-        # Those of COCO hold line feeds and blanks at the end.
+        # COCO's contain line feeds and trailing blanks.
         captions[image].append(" ".join(checked.split()))
     keys = {image: hashlib.sha256(f"{seed}:{image}".encode()).digest() for image in captions}
     return [

@@ -1,14 +1,13 @@
-"""Images of COCO's captions: one folder per row, filled by any number of processes and restarts.
+"""Images for COCO's captions: one folder per row, filled by any number of processes and restarts.
 
 FOLDER/manifest.json says how the images are made. FOLDER/captions.txt holds the captions, and
-FOLDER/images/000017.png shows caption 17 with the noise of seed 17. FOLDER/codebooks holds
-calibrated codebooks.
+FOLDER/images/000017.png shows caption 17 with noise from seed 17. FOLDER/codebooks holds calibrated
+codebooks.
 
-An image does not depend on the other images, on the process, or on restarts. Its noise comes from
-its own seed on the CPU, and every batch is full: the last one repeats an image, so that all run in
-kernels of one shape. Sums may be rounded differently for another batch size, or by code that was
-compiled on another machine. A CPU generates one image at a time; with as many threads, its images
-are equal to the byte.
+An image does not depend on other images, the process, or restarts: its noise comes from its own
+seed on the CPU, and every batch is full; the last one repeats an image, so that all run kernels of
+one shape. Rounding may differ with the batch size, or in code compiled on another machine. A CPU
+generates one image at a time; with the same number of threads, images are equal byte for byte.
 """
 
 import hashlib
@@ -55,11 +54,11 @@ class Row:
     """The images of one row of the table, and how they are made.
 
     Attributes:
-        folder: of the row, on a disk that all processes see.
+        folder: the row's folder, on a disk that all processes see.
         captions: one per image.
         model: folder or Hub id of a Stable Diffusion model.
         method: see `parse_method`.
-        levels: UNet levels that change.
+        levels: UNet levels to change.
         calibration_prompts: prompts for methods that are calibrated.
         settings: a CPU ignores the batch size.
     """
@@ -73,10 +72,10 @@ class Row:
     settings: Sampling
 
     def generate(self, device: torch.device, *, command: str) -> None:
-        """Generate this process's share of the images that the folder lacks, by PNDM.
+        """Generate this process's share of the folder's missing images, with PNDM.
 
         Args:
-            device: of this process.
+            device: this process's device.
             command: command line for the manifest.
 
         Raises:
@@ -86,13 +85,13 @@ class Row:
         """
         num_threads = torch.get_num_threads()
         state = PartialState(cpu=device.type == "cpu")
-        torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise
+        torch.set_num_threads(num_threads)  # accelerate's choice would round differently
         if state.num_processes > 1:
             device = state.device
         pipe = _load(self.model, device)
         check_folder(self.folder, self.config(pipe))
         (loaded,) = load_methods(pipe, [self.method], levels=self.levels)
-        message = f"another command writes {self.folder}; wait for its end, or launch both by "
+        message = f"another command is writing {self.folder}; wait for it, or launch both with "
         message += "accelerate."
         is_main = state.is_main_process
         with locked(self.folder, LOCK_SECONDS, message) if is_main else nullcontext():
@@ -135,10 +134,10 @@ class Row:
         }
 
     def fill(self, pipe: StableDiffusionPipeline, process: int = 0, num_processes: int = 1) -> None:
-        """Generate the missing images of one of the processes, in full batches."""
+        """Generate one process's missing images, in full batches."""
         paths = [image_path(self.folder, index) for index in range(len(self.captions.texts))]
         share = range(process, len(paths), num_processes)
-        for index in share:  # what a kill left half-written
+        for index in share:  # half-written by a killed process
             paths[index].with_name(f"{TEMPORARY}{paths[index].name}").unlink(missing_ok=True)
         missing = [index for index in share if not is_whole(paths[index], self.settings.size)]
         size = self.settings.batch_size
@@ -164,10 +163,10 @@ class Row:
         return (self.folder / CODEBOOKS / "config.json").exists()
 
     def _begin(self, pipe: StableDiffusionPipeline, loaded: Method, command: str) -> None:
-        """Write the manifest, then everything else but the images.
+        """Write the manifest, then everything else except the images.
 
-        Codebooks are saved once, so that all processes and restarts share them. A folder with all
-        of its images keeps its manifest: it says how they were made.
+        Codebooks are saved once, so that all processes and restarts share them. A complete folder
+        keeps its manifest, which says how the images were made.
         """
         manifest = read_manifest(self.folder) if (self.folder / MANIFEST).exists() else None
         method = None
@@ -205,7 +204,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} has no {MANIFEST}; make its images by python -m eval coco generate."
+            f"{folder} has no {MANIFEST}; make its images with python -m eval coco generate."
         )
     try:
         found = json.loads(path.read_text())
@@ -218,16 +217,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a folder that is not empty and has another configuration.
+    """Refuse a non-empty folder with another configuration.
 
     Raises:
-        ValueError: it is such a folder; the message names the differing keys.
+        ValueError: it is one; the message names the differing keys.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     if not (folder / MANIFEST).exists():
         if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise ValueError(f"{folder} holds other things; name a new folder, or empty it.")
+            raise ValueError(f"{folder} holds other files; name a new folder, or empty it.")
         return
     found = read_manifest(folder)["config"]
     differing = sorted(
@@ -235,7 +234,7 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     )
     if differing:
         raise ValueError(
-            f"{folder} holds images of another configuration; it differs in {', '.join(differing)}."
+            f"{folder} holds images with a different configuration: {', '.join(differing)}."
         )
 
 
@@ -245,7 +244,7 @@ def image_path(folder: Path, index: int) -> Path:
 
 
 def is_whole(path: Path, size: int) -> bool:
-    """Whether a file is a PNG of this size to its last byte."""
+    """Whether a file is a complete PNG of this size."""
     try:
         with Image.open(path) as image:
             fits = image.format == "PNG" and image.mode == "RGB"
@@ -263,7 +262,7 @@ def _load(model: str, device: torch.device) -> StableDiffusionPipeline:
     ).to(device)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
-    # Convolutions of half precision are fastest in this layout.
+    # Half-precision convolutions are fastest in this layout.
     for network in (pipe.unet, pipe.vae):
         network.to(memory_format=torch.channels_last)
     return pipe
@@ -274,4 +273,4 @@ def _write_image(path: Path, image: np.ndarray) -> None:
         with atomic_write(path) as temporary:
             Image.fromarray(image).save(temporary)
     except OSError as error:
-        raise OSError(f"{error} The same command goes on after it is mended.") from error
+        raise OSError(f"{error} Once that is fixed, the same command continues.") from error

@@ -1,4 +1,4 @@
-"""The downloads of the COCO protocol: LinFusion's captions and the images of val2014."""
+"""Downloads for the COCO protocol: LinFusion's captions and the images of val2014."""
 
 import shutil
 import zipfile
@@ -15,7 +15,7 @@ CAPTIONS, IMAGES = "captions.txt", "val2014"
 
 
 def download_coco(folder: Path) -> None:
-    """Make `folder / CAPTIONS` and `folder / IMAGES`, as far as they are missing.
+    """Download `folder / CAPTIONS` and `folder / IMAGES` where missing.
 
     Raises:
         OSError: a file cannot be downloaded, or the disk is full.
@@ -42,7 +42,7 @@ def download_coco(folder: Path) -> None:
 
 
 def _download(url: str, path: Path, digest: str | None = None) -> None:
-    """Download a file, which has its name only once it is whole."""
+    """Download a file; it only gets its name once complete."""
     try:
         download_url_to_file(url, str(path), digest)
     except OSError as error:

@@ -41,9 +41,9 @@ from eval.store.markdown import figure, number, rows_table
 from eval.store.report import folder_digest
 
 IMAGE_ENDINGS = (".jpeg", ".jpg", ".png")
-# Of the two resizes of the protocol.
+# For the protocol's two resizes.
 FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBIC
-# What may differ between the rows of one table.
+# What may differ between rows of one table.
 FREE = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
 COLUMNS = {
     "model": itemgetter("model"),
@@ -62,10 +62,10 @@ class Networks:
 
     Attributes:
         features: maps float images (n, 3, 299, 299) in 0..255 to features (n, D).
-        clip: gives the CLIP score.
-        name: name of `features` and of its weights.
+        clip: computes the CLIP score.
+        name: name of `features` and its weights.
         device: device of both.
-        batch_size: images in a network at once.
+        batch_size: images per batch.
         threads: number of threads that read and resize images.
     """
 
@@ -84,13 +84,13 @@ class Networks:
         description: str,
         captions: Sequence[str] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Features (n, D) of images and, with captions, their cosines (n,)."""
+        """Features (n, D) of images and, with captions, cosines (n,)."""
         features, cosines = [], []
         progress = tqdm(total=len(paths), desc=description, unit="image")
-        # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
+        # Float32 convolutions would otherwise use TF32 on a GPU.
         exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
         with progress, exact:
-            first = 0  # the bar's own count stays 0 where TQDM_DISABLE is set
+            first = 0  # the bar's own count stays 0 if TQDM_DISABLE is set
             for batch in _prepared(paths, prepare, self.batch_size, self.threads):
                 end = first + len(batch["pixels"])
                 features.append(self.features(batch["pixels"]).float())
@@ -109,7 +109,7 @@ class Folder:
     Attributes:
         path: the folder.
         manifest: see `read_manifest`.
-        captions: captions of the images to score, the first ones.
+        captions: captions of the images to score, which are the first ones.
     """
 
     path: Path
@@ -144,7 +144,7 @@ def load_networks(
         features, clip = Inception().to(device), OpenCLIP().to(device)
         name = "inception-2015-12-05"
     elif (digest := folder_digest(scorer, "config.json")) is None:
-        raise FileNotFoundError(f"there is no scorer in {scorer}; the one of mini-sd is {SCORER}.")
+        raise FileNotFoundError(f"there is no scorer in {scorer}; mini-sd's is {SCORER}.")
     else:
         features = clip = Scorer(scorer).to(device)
         name = f"scorer {digest}"
@@ -152,7 +152,7 @@ def load_networks(
 
 
 def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[Folder]:
-    """Read folders of `Row.generate` for one table; `num_images` takes the first images only.
+    """Read folders from `Row.generate` for one table; `num_images` takes only the first images.
 
     Raises:
         FileNotFoundError: a folder has no manifest or no captions.
@@ -163,7 +163,7 @@ def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[F
         shared = first.shared
         if differing := sorted(key for key in shared if folder.shared.get(key) != shared[key]):
             raise ValueError(
-                f"{folder.path} and {first.path} cannot stand in one table; they differ in "
+                f"{folder.path} and {first.path} cannot go into one table; they differ in "
                 f"{', '.join(differing)}."
             )
     return folders
@@ -178,7 +178,7 @@ def real_images(folder: Path) -> list[Path]:
     """
     found = sorted(
         path
-        for path in folder.rglob("[!.]*")  # not the hidden files that some systems add
+        for path in folder.rglob("[!.]*")  # skips hidden files that some systems add
         if path.suffix.lower() in IMAGE_ENDINGS
     )
     if not found:
@@ -201,29 +201,29 @@ def score_folders(
 ) -> Iterator[dict[str, Any]]:
     """Yield one row of metrics per folder.
 
-    FID compares with all images in `real`. Its error is one standard deviation by the jackknife
-    over the generated images. KID takes smaller subsets than the protocol where there are fewer
-    images; `kid_subset_size` says how small. The CLIP score is the plain cosine. Features of real
-    images stay in memory, 16 KB per image.
+    FID compares with all images in `real`. Its error is one standard deviation, from a jackknife
+    over the generated images. With fewer images, KID uses smaller subsets than the protocol;
+    `kid_subset_size` gives their size. The CLIP score is the plain cosine. Features of real images
+    stay in memory, 16 KB per image.
 
     Args:
         folders: see `read_folders`.
         real: folder of real images.
-        load: loads the networks; called once the folders are known to be good.
-        cache: folder for features of real images; they are reused while the files are the same.
-        patches: folder of images of at least the generated size. Adds an FID of patches, squares of
-            299 pixels at a place that depends on the image's number. It sees detail that FID
-            shrinks away, and is None for the folder that the patches come from.
+        load: loads the networks; called once the folders have been checked.
+        cache: folder for features of real images, reused while the files are unchanged.
+        patches: folder of images of at least the generated size. Adds an FID of patches, 299-pixel
+            squares whose position depends on the image's index. It sees detail that FID shrinks
+            away, and is None for the folder that the patches come from.
 
     Raises:
         FileNotFoundError: a folder has no images.
-        ValueError: an image cannot be read, is too small for patches, or has another size than its
-            folder says.
+        ValueError: an image cannot be read, is too small for patches, or does not have the size
+            that its folder states.
     """
     size = folders[0].config["size"]
     if patches is not None and size < INCEPTION_SIZE:
         raise ValueError(
-            f"patches need images of at least {INCEPTION_SIZE}, but the generated ones have {size}."
+            f"patches need images of at least {INCEPTION_SIZE}, but the generated ones are {size}."
         )
     files, patch_files = real_images(real), patches and real_images(patches)
     extract = load()
@@ -269,10 +269,10 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Reference:
-    """Real images that others are compared with.
+    """Real images to compare with.
 
     Args:
-        features: of the real images, (n, D).
+        features: features of the real images, (n, D).
     """
 
     def __init__(self, features: Tensor) -> None:
@@ -280,7 +280,7 @@ class Reference:
         self.features = features.cpu().double()
 
     def distances(self, features: Tensor) -> dict[str, float]:
-        """FID and KID of generated images by their features (n, D)."""
+        """FID and KID of generated images, from their features (n, D)."""
         return {
             "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
             "fid_sem": jackknife_error(self.gaussian, features, JACKKNIFE_BLOCKS),
@@ -314,8 +314,8 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
     """KID of float64 features (n, D) and (m, D) on the CPU.
 
     Returns:
-        Mean and standard deviation over subsets (None if every subset holds all images), and the
-        size of a subset.
+        Mean and standard deviation over subsets (None if each subset holds all images), and the
+        subset size.
     """
     subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -327,7 +327,7 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
         metric.update(real, real=True)
         metric.update(generated, real=False)
         mean, spread = metric.compute()
-    is_whole = subset_size == len(real) == len(generated)  # all subsets are one
+    is_whole = subset_size == len(real) == len(generated)  # all subsets are equal
     return {
         "kid": float(mean),
         "kid_std": None if is_whole else float(spread),
@@ -336,7 +336,7 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
 
 
 def prepare_whole(image: Image.Image, number: int) -> dict[str, Tensor]:
-    """The image at 256 in bytes, and from there at 299 in floats."""
+    """The image at 256 in bytes, and resized from that at 299 in floats."""
     small = _square(image, FID_SIZE)
     channels = [
         np.asarray(
@@ -349,10 +349,10 @@ def prepare_whole(image: Image.Image, number: int) -> dict[str, Tensor]:
 
 
 def prepare_patch(image: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
-    """A square of 299 of the image at `size`.
+    """A 299-pixel square of the image at `size`.
 
     Raises:
-        ValueError: the image is smaller than `size`: enlarged, it would have no detail.
+        ValueError: the image is smaller than `size`: enlarging it would add no detail.
     """
     if min(image.size) < size:
         raise ValueError(f"patches need images of at least {size}, but it has {image.size}")
@@ -365,14 +365,14 @@ def _prepare_generated(image: Image.Image, number: int, *, size: int) -> dict[st
     if image.size != (size, size):
         width, height = image.size
         raise ValueError(
-            f"it has {width} x {height} pixels and not {size} x {size}; its folder's command makes "
-            "it anew"
+            f"it has {width} x {height} pixels, not {size} x {size}; its folder's command makes it "
+            "again"
         )
     return prepare_whole(image, number)
 
 
 def _square(image: Image.Image, size: int) -> Image.Image:
-    """The middle square, by Lanczos."""
+    """The centre square, with Lanczos."""
     side = min(image.size)
     left, top = (round((length - side) / 2) for length in image.size)
     square = image.crop((left, top, left + side, top + side))
@@ -386,7 +386,7 @@ def _to_tensor(image: Image.Image) -> Tensor:
 def _prepared(
     paths: Sequence[Path], prepare: Prepare, batch_size: int, threads: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches in order; the next one is prepared in the meantime."""
+    """Batches in order, with the next one prepared in the background."""
     starts = iter(range(0, len(paths), batch_size))
     with ThreadPoolExecutor(threads) as pool:
 
@@ -415,13 +415,13 @@ def _read_folder(path: Path, num_images: int | None) -> Folder:
     file = path / CAPTIONS
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no {CAPTIONS}; run its command again.")
-    # Not as text, which ends lines at carriage returns as well.
+    # Not as text, which also ends lines at carriage returns.
     captions = file.read_bytes().decode().removesuffix("\n").split("\n")
     if (
         hashlib.sha256("\n".join(captions).encode()).hexdigest()
         != (manifest["config"]["captions_sha256"])
     ):
-        raise ValueError(f"{file} is not what the images were made of; run their command again.")
+        raise ValueError(f"{file} is not what the images were made from; run their command again.")
     num_images = made if num_images is None else num_images
     if not 2 <= num_images <= made:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How close AVQ images are to exact ones at equal prompts and seeds."""
+"""How close AVQ images are to exact ones for the same prompts and seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ COLUMNS = {
     "SSIM, median": figure("ssim_median", ".4f"),
 }
 SHEET_COLUMNS = 4
-SHEET_QUALITY = 90  # of formats with losses
+SHEET_QUALITY = 90  # for lossy formats
 
 
 def compare(
@@ -39,13 +39,13 @@ def compare(
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Generate every prompt at every seed by every method; measure PSNR and SSIM to exact ones.
+    """Generate each prompt with each seed and method; measure PSNR and SSIM to exact attention's.
 
-    With ScaleCrafter, images of exact attention without it come along.
+    With ScaleCrafter, images of exact attention without it are included.
 
     Returns:
-        One row per method with median, 10th percentile and values per image; and the uint8 images
-        (len(seeds) * len(prompts), h, w, 3) of each method, all prompts of the first seed first.
+        One row per method with median, 10th percentile and values per image; and each method's
+        uint8 images (len(seeds) * len(prompts), h, w, 3), all prompts of the first seed first.
 
     Raises:
         FileNotFoundError, ValueError: see `prepare_methods`; or ScaleCrafter has no settings for
@@ -92,7 +92,7 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def compare_sheet(path: Path, images: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
-    """One row per method, one column per prompt (first seed), the prompts below."""
+    """One row per method, one column per prompt (first seed), with the prompts below."""
     shown = prompts[:SHEET_COLUMNS]
     rows = [[Image.fromarray(one) for one in some[: len(shown)]] for some in images.values()]
     numbers = [str(number) for number in range(1, len(shown) + 1)]

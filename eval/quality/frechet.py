@@ -1,4 +1,4 @@
-"""Fréchet distance of Gaussians fitted to features: FID without the network.
+"""Fréchet distance between Gaussians fitted to features: FID without the network.
 
 d² = |m - n|² + tr(S) + tr(T) - 2 tr((S T)^(1/2)), in float64. Covariances divide by n - 1, as in
 clean-fid and torchmetrics.
@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-CHUNK = 8192  # features that are float64 at one time
+CHUNK = 8192  # features held in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Gaussian:
 
 
 def fit_gaussian(features: Tensor) -> Gaussian:
-    """The Gaussian of features (n, D)."""
+    """The Gaussian fitted to features (n, D)."""
     if features.device.type == "mps":  # has no float64
         features = features.cpu()
-    # Centred first: sums of squares would cancel where the mean is large.
+    # Centred first: sums of squares would cancel for a large mean.
     mean = sum(share.double().sum(0) for share in features.split(CHUNK)) / len(features)
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
     for share in features.split(CHUNK):
@@ -42,10 +42,10 @@ def fit_gaussian(features: Tensor) -> Gaussian:
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
-    """d² of two Gaussians.
+    """d² between two Gaussians.
 
-    The eigenvalues of S T are those of S^(1/2) T S^(1/2). This matrix is symmetric, so singular
-    covariances are no problem, and the root of S serves many T.
+    S T has the eigenvalues of S^(1/2) T S^(1/2). That matrix is symmetric, so singular covariances
+    are no problem, and the root of S can be reused for many T.
     """
     product = first.root @ second.covariance @ first.root
     overlap = torch.linalg.eigvalsh(product).clamp(min=0).sqrt().sum()
@@ -56,9 +56,9 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 def jackknife_error(real: Gaussian, features: Tensor, num_blocks: int) -> float:
     """Standard error, over the choice of images, of the Fréchet distance to features (n, D).
 
-    A delete-one-block jackknife takes the distances without each block. For small n it
-    overestimates: by a fifth at n = 2 D, by a tenth at 4 D. A bootstrap is worse (eight and five
-    tenths) because its samples repeat rows. Fewer than three rows give NaN.
+    A delete-one-block jackknife. For small n it overestimates: by 20 % at n = 2 D, by 10 % at 4 D.
+    A bootstrap is worse (80 % and 50 %) because its samples repeat rows. Fewer than three rows give
+    NaN.
     """
     num = len(features)
     if num < 3:

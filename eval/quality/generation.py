@@ -1,4 +1,4 @@
-"""Images from prompts and seeds, the same for any batch size."""
+"""Generate images from prompts and seeds, the same for any batch size."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini.loading import usual_guidance
 from eval.methods import network_of
 
-# ScaleCrafter goes through up to nine sets of dilations, each a graph of its own.
+# ScaleCrafter goes through up to nine sets of dilations, each with its own graph.
 MOST_GRAPHS = 16
 
 
@@ -27,9 +27,9 @@ class Sampling:
 
     Args:
         num_inference_steps: denoising steps.
-        guidance_scale: of classifier-free guidance; None takes the model's usual one.
+        guidance_scale: scale of classifier-free guidance; None takes the model's usual one.
         size: side of the images; None takes the model's own.
-        batch_size: images at once.
+        batch_size: images per batch.
         is_dilated: use ScaleCrafter, which needs a size.
         is_compiled: compile the UNet, which needs batches of one size.
     """
@@ -73,14 +73,14 @@ def generate(
         for start in range(0, len(prompts), settings.batch_size):
             chosen = slice(start, start + settings.batch_size)
             batch = generate_batch(pipe, prompts[chosen], seeds[chosen], settings, bar)
-            if images is None:  # batches joined at the end would need the memory twice
+            if images is None:  # concatenating batches at the end would need twice the memory
                 images = np.empty((len(prompts), *batch.shape[1:]), np.uint8)
             images[chosen] = batch
     return images
 
 
 def dilation_config(pipe: StableDiffusionPipeline, settings: Sampling) -> ScaleCrafterConfig | None:
-    """ScaleCrafter's settings, mini-sd's own or the authors'; None if it is not asked for.
+    """ScaleCrafter's settings, mini-sd's own or the authors'; None if not asked for.
 
     Raises:
         ValueError: the model has no UNet, or the size is missing, not above the training size, or
@@ -90,7 +90,7 @@ def dilation_config(pipe: StableDiffusionPipeline, settings: Sampling) -> ScaleC
         return None
     if getattr(pipe, "unet", None) is None:
         raise ValueError(
-            f"ScaleCrafter dilates the convolutions of a UNet, but got {type(pipe).__name__}."
+            f"ScaleCrafter dilates a UNet's convolutions, but got {type(pipe).__name__}."
         )
     if settings.size is None:
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
@@ -98,7 +98,7 @@ def dilation_config(pipe: StableDiffusionPipeline, settings: Sampling) -> ScaleC
 
 
 def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractContextManager[None]:
-    """ScaleCrafter by `dilation_config`."""
+    """ScaleCrafter with `dilation_config`."""
     config = dilation_config(pipe, settings)
     if config is None:
         return nullcontext()
@@ -106,7 +106,7 @@ def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractConte
 
 
 def dilation_facts(pipe: StableDiffusionPipeline, settings: Sampling) -> dict[str, Any] | bool:
-    """`dilation_config` as JSON gives it back, for a run that is resumed; False without one."""
+    """`dilation_config` as read back from JSON, for resumed runs; False without one."""
     config = dilation_config(pipe, settings)
     return False if config is None else json.loads(json.dumps(asdict(config)))
 
@@ -129,11 +129,9 @@ def generate_batch(
     settings: Sampling,
     bar: tqdm | None = None,
 ) -> np.ndarray:
-    """Generate images at once. Each has noise from its own seed, drawn on the CPU.
+    """Generate a batch of images. Each has noise from its own seed, drawn on the CPU.
 
-    A bar counts the steps of all images.
-
-    ScaleCrafter and compilation are up to the caller.
+    A bar counts the steps of all images. ScaleCrafter and compilation are up to the caller.
 
     Returns:
         uint8 array (n, size, size, 3).
@@ -161,7 +159,7 @@ def generate_batch(
         callback_on_step_end=after_step,
     ).images
     if images.isnan().any():
-        raise ValueError(f"the model gave NaN for at least one of the seeds {list(seeds)}.")
-    # On the device: only bytes travel.
+        raise ValueError(f"the model returned NaN for at least one of the seeds {list(seeds)}.")
+    # Convert on the device, to transfer only bytes.
     images = (images.float() * 255).round().to(torch.uint8)
     return images.permute(0, 2, 3, 1).contiguous().cpu().numpy()

@@ -1,9 +1,9 @@
-"""Quality and speed of every method in one table: `python -m eval table`.
+"""Quality and speed of all methods in one table: `python -m eval table`.
 
 Quality comes from `scenes` or `merge`, with columns per image size. Speed is the time of a UNet
-step from `bench unet`, one column per UNet, size and mode. A time belongs to every method that runs
-the same computation: the same configuration at the same levels, and projections that are tuned
-(distilled methods) or not.
+step from `bench unet`, one column per UNet, size and mode. A time applies to every method that runs
+the same computation: the same configuration at the same levels, with tuned projections (distilled
+methods) or without.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ PLOTTED = {
     "psnr_median": "PSNR to exact, dB (higher is better)",
 }
 TUNED = "tuned"
-# LinFusion is timed in every self-attention; these are the levels of mini-sd, which generates
+# LinFusion is timed in every self-attention layer; these are the levels of mini-sd, which generates
 # the scenes.
 LINFUSION_LEVELS = (0, 1, 2)
 
@@ -52,14 +52,14 @@ LINFUSION_LEVELS = (0, 1, 2)
 def build_table(results: Sequence[Result]) -> dict[str, Any]:
     """Join results of `scenes`, `merge` and `bench unet` by method.
 
-    Results of one size must share protocol and seeds. The first copy of a row counts.
+    Results of one size must share protocol and seeds. Of duplicate rows, the first counts.
 
     Returns:
         `quality` and `speed`, which say how each column was measured, and `rows` with metrics and
         milliseconds by column.
 
     Raises:
-        ValueError: a result is of another command, is incomplete, or does not fit the others.
+        ValueError: a result is from another command, is incomplete, or does not fit the others.
     """
     adders = {"scenes": _add_quality, "merge": _add_quality, "bench unet": _add_speed}
     for result in results:
@@ -69,7 +69,7 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
                 f"{result.kind}."
             )
     table: dict[str, dict] = {"quality": {}, "speed": {}, "rows": {}}
-    for adder in (_add_quality, _add_speed):  # times belong to rows that are there
+    for adder in (_add_quality, _add_speed):  # times go to existing rows
         for result in results:
             if adders[result.kind] is adder:
                 with complete(result.path):
@@ -78,7 +78,7 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def quality_table(table: Mapping[str, Any]) -> str:
-    """The table as Markdown; ± is one standard error, over the seeds where there are several."""
+    """The table as Markdown; ± is one standard error, over the seeds if there are several."""
 
     def metric(title: str, column: Column) -> Column:
         return lambda row: column(row["quality"].get(title, {}))
@@ -96,10 +96,10 @@ def quality_table(table: Mapping[str, Any]) -> str:
 
 
 def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[Panel]]:
-    """The metrics in `PLOTTED` over the time of a UNet step, one row of panels per image size.
+    """The metrics in `PLOTTED` against the time of a UNet step, one row of panels per image size.
 
-    `size` chooses the times, from their first column. By default it is the images' own size, or the
-    first column where there is no such time.
+    `size` selects the times, from their first column. By default it is the images' own size or, if
+    that was not timed, the first column.
 
     Raises:
         ValueError: the table has no such times, or no images.
@@ -138,8 +138,8 @@ def _add_quality(
     differs = any(known[name] != value for name, value in protocol.items())
     if differs or said_otherwise([known, making]):
         raise ValueError(
-            f"{result.path} and the results before it have images of {title}, but are of another "
-            "protocol or other seeds; average seeds by merge first."
+            f"{result.path} and an earlier result have images of {title}, but another protocol or "
+            "other seeds; average seeds with merge first."
         )
     known.update(making)
     for row in document["rows"]:
@@ -148,8 +148,8 @@ def _add_quality(
         entry = _entry(rows, (row["method"], variant), facts)
         if None not in (entry["sha256"], facts["sha256"]) and entry["sha256"] != facts["sha256"]:
             raise ValueError(
-                f"{result.path} has images of {row['method']} as it is at another time than in "
-                "the results before it: the folder's digest differs; make one of them again."
+                f"{result.path} and an earlier result have images of different versions of "
+                f"{row['method']}: the folder's digest differs; make one of them again."
             )
         entry["sha256"] = entry["sha256"] or facts["sha256"]
         entry["quality"].setdefault(title, {name: row[name] for name in row if name in MEASURED})
@@ -170,8 +170,8 @@ def _add_speed(
         }
         if speed.setdefault(title, facts) != facts:
             raise ValueError(
-                f"{result.path} and {speed[title]['file']} both have the times of {title}; leave "
-                "one out."
+                f"{result.path} and {speed[title]['file']} both have times of {title}; leave one "
+                "out."
             )
         try:
             variant, facts = _timed(timed["method"])
@@ -188,7 +188,7 @@ def _entry(rows: dict[Any, Row], key: tuple[str, Variant], facts: Row) -> Row:
 
 
 def _variant(row: Row) -> Variant:
-    """What a row of `scenes` computes. Exact attention and real images have no levels."""
+    """What a row from `scenes` computes. Exact attention and real images have no levels."""
     _, levels = row_key(row)
     config = row.get("config") or row["method"]
     fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
@@ -197,7 +197,7 @@ def _variant(row: Row) -> Variant:
 
 
 def _timed(name: str) -> tuple[Variant, Row]:
-    """What a row of `bench unet` computes, and its facts. The default route is a row of its own."""
+    """What a row from `bench unet` computes, and its facts. The default route is a separate row."""
     method = timed_method(name)
     config = method.config
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
@@ -225,7 +225,7 @@ def _panel(rows: Sequence[Row], column: str, time: str, figure: str) -> Panel:
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    """Configuration and origin; levels and folders only where rows differ in nothing else."""
+    """Configuration and origin; levels and folders only if rows differ in nothing else."""
     labels = [
         row["method"] if row["origin"] is None else f"{row['config']}, {row['origin']}"
         for row in rows

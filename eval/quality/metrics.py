@@ -45,7 +45,7 @@ class Scorer(nn.Module):
         return self.model.vision_model(self._pixels(images)).pooler_output
 
     def cosines(self, images: Tensor, captions: Sequence[str]) -> Tensor:
-        """Cosine between each image's and its caption's embedding, (n,)."""
+        """Cosine between each image's embedding and its caption's, (n,)."""
         return self.text_cosines(self(images), captions)
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class Scorer(nn.Module):
         return nn.functional.cosine_similarity(image, text)
 
     def _pixels(self, images: Tensor) -> Tensor:
-        # Bytes travel to the device: in one step, `to` would convert them on the CPU first.
+        # Transfer bytes, then convert: a single `to` would convert on the CPU first.
         pixels = images.to(self.model.device).to(self.model.dtype) / 255
         if pixels.shape[-1] != SCORER_IMAGE_SIZE:
             pixels = nn.functional.interpolate(
@@ -77,7 +77,7 @@ def image_features(scorer: Scorer, images: np.ndarray) -> Tensor:
 
 
 def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np.ndarray:
-    """CLIP score of every image under its caption, 100 x cosine, (n,)."""
+    """CLIP score of each image with its caption, 100 x cosine, (n,)."""
     cosines = [
         scorer.text_cosines(batch, captions[start : start + SCORER_BATCH])
         for start, batch in zip(
@@ -88,7 +88,7 @@ def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np
 
 
 def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
-    """Copy agreement of the images whose scene holds copies."""
+    """Copy agreement of the images whose scenes have copies."""
     values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
     return np.array([value for value in values if value is not None])
 

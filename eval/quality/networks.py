@@ -1,4 +1,4 @@
-"""The two networks of the COCO protocol, Inception and CLIP, downloaded at first use.
+"""The COCO protocol's two networks, Inception and CLIP, downloaded at first use.
 
 Their packages, torch-fidelity and open_clip, need torchvision. Only this module imports them.
 """
@@ -19,11 +19,11 @@ LAYERS = (
 
 
 class Inception(nn.Module):
-    """Inception of 2015, as ported from TensorFlow for FID: 2048 pooled features.
+    """The 2015 Inception, as ported from TensorFlow for FID: 2048 pooled features.
 
     Raises:
         ImportError: torch-fidelity is not installed.
-        OSError: the weights are neither there nor can be downloaded.
+        OSError: the weights are missing and cannot be downloaded.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Inception(nn.Module):
             ) from error
         url = port.URL_INCEPTION_V3
         try:
-            # The package reads the file without these two checks.
+            # The package itself reads the file without these two checks.
             torch.hub.load_state_dict_from_url(
                 url, map_location="cpu", check_hash=True, weights_only=True
             )
@@ -47,7 +47,7 @@ class Inception(nn.Module):
                 f"into {torch.hub.get_dir()}/checkpoints."
             ) from error
         network = port.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
-        # Past the port's own resizing, which takes bytes only.
+        # Bypasses the port's own resizing, which only takes bytes.
         self.layers = nn.Sequential(*(getattr(network, name) for name in LAYERS))
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class OpenCLIP(nn.Module):
 
     Raises:
         ImportError: open_clip is not installed.
-        OSError: the weights are neither there nor can be downloaded.
+        OSError: the weights are missing and cannot be downloaded.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class OpenCLIP(nn.Module):
     def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
         """Cosine between uint8 images (n, 3, h, w) and "A photo depicts " + caption, (n,).
 
-        LinFusion inserts the prefix as tokens. The tokens are the same: words are tokenized one by
-        one, and the end is cut alike.
+        LinFusion inserts the prefix as tokens. The result is the same: words are tokenized
+        separately, and truncation is identical.
         """
         device = next(self.model.parameters()).device
         pixels = torch.stack(

@@ -3,24 +3,24 @@
 The code is src/eval of the repository Huage001/LinFusion (eval.py, calculate_metrics.py). Its
 captions and metrics came from GigaGAN by way of SiD-LSG. Every row here differs in three ways:
 
-- The safety checker is off. LinFusion scores its black images.
-- Noise comes from the CPU, so that any machine starts from the same noise. LinFusion's comes from
-  the GPU.
-- The CLIP score sees images as they are. LinFusion's conversion lowers 63 of 256 levels by 1.
+- The safety checker is off. LinFusion also scores its black images.
+- Noise is drawn on the CPU, so that every machine starts from the same noise. LinFusion's is drawn
+  on the GPU.
+- The CLIP score sees unchanged images. LinFusion's conversion lowers 63 of 256 levels by 1.
 """
 
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-# Images: eval.py and examples/eval/eval.sh. Image i has caption i and noise of seed i. At 1024
-# the paper adds ScaleCrafter, in settings that it does not state.
+# Images: eval.py and examples/eval/eval.sh. Image i has caption i and noise from seed i. At 1024
+# the paper adds ScaleCrafter, with settings that it does not state.
 SIZES = (512, 1024)
 GENERATION = {
-    "model": "stable-diffusion-v1-5",  # of any owner, or a folder of this name
+    "model": "stable-diffusion-v1-5",  # from any owner, or a folder of this name
     "captions": "LinFusion's list",
     "num_images": 30_000,
-    "sampler": "PNDM",  # what SD1.5 ships; 26 UNet evaluations
+    "sampler": "PNDM",  # SD1.5's default; 26 UNet evaluations
     "num_inference_steps": 25,
     "guidance_scale": 7.5,  # without a negative prompt
     "dtype": "float16",
@@ -33,13 +33,13 @@ NUM_REAL = 40_504
 FID_SIZE = 256
 INCEPTION_SIZE = 299
 
-# CLIP score: calculate_metrics.sh passes --clip_model ViT-G/14, which means these weights. Plain
+# CLIP score: calculate_metrics.sh passes --clip_model ViT-G/14, which selects these weights. Plain
 # cosine: not times 100, not clamped.
 CLIP_MODEL = "ViT-g-14"
 CLIP_WEIGHTS = "laion2b_s12b_b42k"
 CLIP_PREFIX = "A photo depicts "
 
-# KID: the defaults of its paper (Binkowski et al. 2018), and of clean-fid.
+# KID: the defaults of its paper (Binkowski et al. 2018) and of clean-fid.
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
 
@@ -49,7 +49,7 @@ JACKKNIFE_BLOCKS = 50
 def deviations(
     generation: Mapping[str, Any], *, num_images: int, num_real: int, scorer: str | None
 ) -> list[str]:
-    """Phrases for what differs from the protocol; none for metrics that may be compared.
+    """Describe what differs from the protocol; empty for metrics that may be compared.
 
     Args:
         generation: configuration of a folder of images.

@@ -1,4 +1,4 @@
-"""Calls of exact runs, repeated by other attention: errors of the output, times of a step."""
+"""Calls of exact runs, repeated with other attention: output errors and step times."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,10 +20,10 @@ class Call(NamedTuple):
     """A call of the UNet or transformer of an exact run.
 
     Attributes:
-        prompts: numbers of the prompts in its batch, once or twice (guidance).
-        weight: of its error in that of a run.
-        args, kwargs: of the call.
-        output: exact, (B, ...).
+        prompts: indices of the prompts in its batch, once or twice (guidance).
+        weight: weight of its error in the run's error.
+        args, kwargs: the call's arguments.
+        output: the exact output, (B, ...).
     """
 
     prompts: range
@@ -41,7 +41,7 @@ def recorded_calls(
     batch_size: int,
     **arguments: Any,
 ) -> list[Call]:
-    """Record the calls of exact runs; prompt i has noise of seed `first_seed + i`."""
+    """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`."""
     weights = _weights(pipe, arguments["num_inference_steps"])
     calls: list[Call] = []
     batch = range(0)
@@ -65,7 +65,7 @@ def recorded_calls(
 
 @torch.no_grad()
 def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[Call]) -> list[float]:
-    """The error of the output of each prompt, |model - exact| / |exact| over its calls."""
+    """Each prompt's output error, |model - exact| / |exact| over its calls."""
     network = network_of(pipe)
     sums = torch.zeros(1 + max(call.prompts[-1] for call in calls), 2, dtype=torch.float64)
     for call in calls:
@@ -80,7 +80,7 @@ def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[Call]) -> list[floa
 class Steps:
     """Steps captured in CUDA graphs, to be timed in turns.
 
-    A step that changes along the denoising is captured at each of the calls.
+    A step that changes during denoising is captured at each of the calls.
     """
 
     def __init__(self, pipe: DiffusionPipeline, calls: Sequence[Call]) -> None:
@@ -91,7 +91,7 @@ class Steps:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture the calls by the attention that the network has now."""
+        """Capture the calls with the network's current attention."""
         replays = []
         for call in self.calls:
             self.network(*call.args, **call.kwargs)  # compiles, and reads the timestep
@@ -99,12 +99,12 @@ class Steps:
             with torch.cuda.graph(graph, pool=self.pool):
                 self.network(*call.args, **call.kwargs)
             replays.append(graph.replay)
-        # Graphs read what AVQ's layers hold, which otherwise goes with `remove_avq`.
+        # Graphs read what AVQ's layers hold, which `remove_avq` would free.
         self.alive += [layer.avq_state for layer in select_layers(self.network)]
         self.replays.append(replays)
 
     def milliseconds(self) -> list[float]:
-        """Of a step, the mean over the calls; one number for each `capture`."""
+        """Time of a step, averaged over the calls; one number per `capture`."""
         device = next(self.network.parameters()).device
         windows = [partial(_window, replays, device) for replays in self.replays]
         return [median(times) for times in in_turns(windows, TURNS)]
@@ -115,7 +115,7 @@ def _window(replays: Sequence[Callable[[], None]], device: torch.device) -> list
 
 
 def _weights(pipe: DiffusionPipeline, num_inference_steps: int) -> Tensor | None:
-    """What an error of a predicted noise adds to the image's, by timestep; None of a velocity."""
+    """Weight of a predicted noise's error in the image's, by timestep; None for a velocity."""
     alphas_cumprod = getattr(pipe.scheduler, "alphas_cumprod", None)
     if alphas_cumprod is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows of `scenes`: what they hold, their tables, and runs that are resumed or averaged."""
+"""Rows from `scenes`: their tables, and runs that are resumed or averaged."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,11 +10,11 @@ from eval.store.markdown import figure, rows_table
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 METRICS = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
-# What `merge` adds: a figure less that of exact attention's images of equal noise.
+# What `merge` adds: differences to exact attention's images from the same noise.
 LESS_EXACT = {name: f"{name}_less_exact" for name in ("fid", "clip_score", "copy_agreement")}
 MEASURED = {f"{name}{end}" for name in (*METRICS, *LESS_EXACT.values()) for end in ("", "_sem")}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
-# Older files lack some of these; what a file does not say is not compared.
+# Older files lack some of these; missing values are not compared.
 MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
@@ -64,14 +64,14 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def finished_rows(
     document: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """The rows of a killed run by method, for `score_methods` to go on from.
+    """The rows of a killed run by method, for `score_methods` to continue from.
 
     Args:
         document: content of the run's file.
         run: protocol and environment that the file must share, except for the date.
 
     Raises:
-        ValueError: the file has another protocol, commit, version or device.
+        ValueError: the file has a different protocol, commit, version or device.
     """
     stored = {**document, **document.get("environment", {})}
     differing = [
@@ -81,8 +81,8 @@ def finished_rows(
     ]
     if differing:
         raise ValueError(
-            f"only the same run can go on, but the stored one differs in {', '.join(differing)}; "
-            "start again without --resume."
+            f"only the same run can be resumed, but the stored one differs in "
+            f"{', '.join(differing)}; start again without --resume."
         )
     return {row["method"]: row for row in document["rows"]}
 
@@ -90,12 +90,12 @@ def finished_rows(
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Average the rows that every seed has: means, and standard errors over the seeds.
 
-    Runs of one seed are joined; the first copy of a row counts. `LESS_EXACT` are differences to
-    exact attention in the same run: FID varies more with the noise than between methods.
+    Runs with one seed are joined; of duplicate rows, the first counts. `LESS_EXACT` are differences
+    to exact attention in the same run: FID varies more with the noise than between methods.
 
     Raises:
-        ValueError: there are fewer than two seeds, two seeds share noise, no row is of every seed,
-            or the runs differ otherwise.
+        ValueError: there are fewer than two seeds, two seeds share noise, no row exists for every
+            seed, or the runs differ otherwise.
     """
     seeds = [run.get("first_seed") for run in runs]
     if len(set(seeds)) < 2 or None in seeds:
@@ -133,18 +133,18 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def noise_seeds(run: Mapping[str, Any]) -> range:
-    """The seeds of the noise of a run's images."""
+    """The noise seeds of a run's images."""
     count = max((row["num_images"] for row in run["rows"]), default=0)
     return range(run["first_seed"], run["first_seed"] + count)
 
 
 def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names in `MAKING` that have different values in two of the runs."""
+    """The names in `MAKING` whose values differ between runs."""
     return [name for name in MAKING if len({run.get(name) for run in runs} - {None}) > 1]
 
 
 def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict[str, float]:
-    """Differences of a method's row to exact attention's; rendered images have none."""
+    """Differences between a method's row and exact attention's; rendered images have none."""
     if exact is None or row is exact or row["method"] in (REAL, BROKEN):
         return {}
     return {

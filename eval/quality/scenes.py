@@ -26,19 +26,19 @@ from eval.quality.scene_rows import BROKEN, LIKENESS, REAL
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is generated, and compared with what.
+    """What to generate, and what to compare it with.
 
     Attributes:
         methods: names for `load_methods`.
-        scenes: scenes whose captions are prompts. Image i has the noise of seed `first_seed + i`.
+        scenes: scenes whose captions are prompts. Image i has noise from seed `first_seed + i`.
         reference_scenes: real images for FID.
-        settings: a compiled UNet is compiled for each method.
+        settings: if they compile the UNet, it is compiled per method.
         calibration_prompts: prompts at the model's own size.
-        levels: UNet levels that change.
+        levels: UNet levels to change.
         first_seed: seed of the first image.
 
     Raises:
-        ValueError: the size is not a multiple of 64, or batches to compile for differ in size.
+        ValueError: the size is not a multiple of 64, or batches for a compiled UNet differ in size.
     """
 
     methods: Sequence[str]
@@ -73,17 +73,16 @@ def score_methods(
     with their copies broken. `exact` comes next, because PSNR and "FID to exact" compare with its
     images. "FID to exact" separates methods that FID does not, because FID varies with the noise.
 
-    Copy agreement is measured at the size of the images. The scorer resizes them for FID and CLIP
-    score. Seconds per image include the first calls. Two rows of images are in memory at a time.
+    Copy agreement is measured at the images' size. The scorer resizes them for FID and CLIP score.
+    Seconds per image include the first calls. Two rows of images are in memory at a time.
 
     Args:
         pipe: a pipeline without AVQ.
         trial: what to do.
-        scorer: gives features and CLIP scores.
-        finished: rows of an earlier run by method. They are kept unless their folder has changed or
-            they still need a comparison with `exact`.
-        exact_images: `.npy` file of the images of `exact`, for a run that goes on; deleted at the
-            end.
+        scorer: computes features and CLIP scores.
+        finished: an earlier run's rows by method, kept unless their folder has changed or they
+            still need a comparison with `exact`.
+        exact_images: `.npy` file for the images of `exact`, for resumed runs; deleted at the end.
 
     Raises:
         FileNotFoundError, ValueError: see `load_methods` and `dilation_config`.
@@ -113,7 +112,7 @@ def score_methods(
             exact = images, fit_gaussian(image_features(scorer, images))
             yield finished[method.name]
             continue
-        torch.compiler.reset()  # the code of the method before would count as a recompilation
+        torch.compiler.reset()  # the previous method's code would count as a recompilation
         noise = range(trial.first_seed, trial.first_seed + len(scenes))
         start = perf_counter()
         with attention_method(pipe, method):
@@ -132,7 +131,7 @@ def score_methods(
                     np.save(temporary, images)
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
         yield {**method.facts(), **unusual, **figures, **alike, "seconds_per_image": seconds}
-        del images  # before the next ones are made
+        del images  # before generating the next
     if exact_images is not None:
         exact_images.unlink(missing_ok=True)
 
@@ -141,7 +140,7 @@ def score_methods(
 class Measure:
     """FID to real images, CLIP score and copy agreement of images of scenes.
 
-    Standard errors are over images, that of FID by the jackknife.
+    Standard errors are over images, for FID with a jackknife.
     """
 
     scorer: Scorer
@@ -153,7 +152,7 @@ class Measure:
         return [scene.caption for scene in self.scenes]
 
     def __call__(self, images: np.ndarray) -> tuple[dict[str, Any], Gaussian]:
-        """The figures, and the Gaussian of the images' features."""
+        """The metrics, and the Gaussian of the images' features."""
         features = image_features(self.scorer, images)
         gaussian = fit_gaussian(features)
         figures = {
@@ -174,7 +173,7 @@ class Measure:
 def _still_valid(
     finished: Mapping[str, Mapping[str, Any]], methods: Sequence[Method]
 ) -> dict[str, Mapping[str, Any]]:
-    """The finished rows of these methods that can be kept, by method."""
+    """The finished rows that can be kept, by method."""
     is_compared = any(method.name == EXACT for method in methods)
     return {
         method.name: row
@@ -188,7 +187,7 @@ def _still_valid(
 def _render_all(
     scenes: Sequence[Scene], size: int, breaks: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Images of the scenes, with copies broken by these seeds."""
+    """Images of the scenes, with copies broken by these seeds if given."""
     images = np.empty((len(scenes), size, size, 3), np.uint8)
     for index, scene in enumerate(tqdm(scenes, desc="rendering")):
         images[index] = (

@@ -1,8 +1,8 @@
-"""The paper's table of SD1.5 on COCO: the commands that make it, their cost, and what is published.
+"""The paper's table for SD1.5 on COCO: the commands that make it, their cost, the published values.
 
-OUTPUT/coco holds captions and real images, OUTPUT/distill the runs, OUTPUT/rows the images of each
-row and size, OUTPUT/coco_SIZE.json the metrics, OUTPUT/bench_unet_* the times, and OUTPUT/done one
-file for every finished step.
+OUTPUT/coco holds captions and real images, OUTPUT/distill the runs, OUTPUT/rows the images per row
+and size, OUTPUT/coco_SIZE.json the metrics, OUTPUT/bench_unet_* the times, and OUTPUT/done one file
+per finished step.
 """
 
 import json
@@ -23,11 +23,11 @@ from eval.store.markdown import markdown_table, number
 ROOT = Path(__file__).parents[2]
 BENCH_MODE = "graph"
 METRICS = {"fid": ("FID", ".2f"), "clip_score": ("CLIP score", ".3f"), "ms": ("ms", ".1f")}
-# Expected gigabytes of COCO, of the distillation's data with its cache, of all weights, and of the
-# images of a row by the side of an image.
+# Expected gigabytes of COCO, of the distillation data with its cache, of all weights, and of a
+# row's images by image side.
 COCO_GB, LAION_GB, WEIGHTS_GB = 13, 75, 12
 ROW_GB = {512: 14, 1024: 50}
-# Hours on one H200: the files of `bench distill` and `bench unet` that eval/README.md names.
+# Hours on one H200, from the `bench distill` and `bench unet` files named in eval/README.md.
 DISTILL_HOURS = 12
 
 
@@ -35,9 +35,10 @@ class TableRow(NamedTuple):
     """One row of the paper's table.
 
     Attributes:
-        label: as the paper prints it.
-        timed: method of `bench unet`.
-        method: of `coco generate`; None for the result of a distillation, `configs/sd15_ROW.yaml`.
+        label: as printed in the paper.
+        timed: method for `bench unet`.
+        method: method for `coco generate`; None for the result of distilling
+            `configs/sd15_ROW.yaml`.
     """
 
     label: str
@@ -58,7 +59,7 @@ ROWS = {
         "AVQ M64P16C8E256, levels 0 and 1, own codewords", "M64P16C8E256@L01/own"
     ),
 }
-# FID, CLIP score and milliseconds a step by row and size.
+# FID, CLIP score and milliseconds per step, by row and size.
 PUBLISHED = {
     ("exact", 512): (12.75, 0.318, 44.37),
     ("exact", 1024): (41.03, 0.292, 213.43),
@@ -75,7 +76,7 @@ PUBLISHED = {
     ("m64p16c8_level1", 512): (12.48, 0.320, 39.41),
     ("m64p16c8_level1", 1024): (36.29, 0.297, 128.59),
 }
-# Hours of 30,000 images on one H200, compiled, by size; other rows of AVQ are alike.
+# Hours for 30,000 images on one H200, compiled, by size; other AVQ rows are similar.
 HOURS = {
     "exact": {512: 1.3, 1024: 6.1},
     "linfusion": {512: 1.4, 1024: 3.8},
@@ -91,16 +92,16 @@ class Request:
     """What to reproduce.
 
     Attributes:
-        output: folder of everything.
+        output: folder for everything.
         rows: keys of `ROWS`.
         sizes: sides of the images; the first is the training size, the others run ScaleCrafter.
         model: folder or Hub id of the base model.
-        captions, real, scorer: in place of the downloads; None downloads, and scores by Inception
+        captions, real, scorer: in place of the downloads; None downloads, and scores with Inception
             and CLIP.
-        images: number of images a row.
+        images: number of images per row.
         steps: denoising steps.
-        overrides: `--set` of every distillation.
-        processes: of the training and generation, one a GPU.
+        overrides: `--set` options for every distillation.
+        processes: processes for training and generation, one per GPU.
         device: cpu, cuda or mps.
 
     Raises:
@@ -134,10 +135,10 @@ class Step:
     """One command of the plan.
 
     Attributes:
-        name: of the step, and of its file in OUTPUT/done.
-        command: of the process.
-        hours: expected, on one H200 a process; None where minutes or the network decide.
-        gigabytes: expected on disk.
+        name: name of the step, and of its file in OUTPUT/done.
+        command: the process's command.
+        hours: expected hours, with one H200 per process; None for minutes, or network-bound steps.
+        gigabytes: expected disk space.
     """
 
     name: str
@@ -149,7 +150,7 @@ class Step:
         return output / "done" / f"{self.name.replace(' ', '-')}.json"
 
     def is_done(self, output: Path) -> bool:
-        """Whether this very command has finished."""
+        """Whether this exact command has finished."""
         try:
             return json.loads(self.mark(output).read_text()) == list(self.command)
         except (OSError, ValueError):
@@ -157,7 +158,7 @@ class Step:
 
 
 def plan(request: Request) -> list[Step]:
-    """The steps, in their order."""
+    """The steps, in order."""
     steps = []
     if request.captions is None or request.real is None:
         command = _python("eval", "coco", "download", request.coco)
@@ -176,7 +177,7 @@ def plan(request: Request) -> list[Step]:
 
 
 def plan_table(request: Request, steps: Sequence[Step]) -> str:
-    """The steps with expected hours and gigabytes, their sums, and the space that is free."""
+    """The steps with expected hours and gigabytes, their sums, and the free disk space."""
     rows = [
         [
             step.name,
@@ -194,8 +195,8 @@ def plan_table(request: Request, steps: Sequence[Step]) -> str:
         [
             markdown_table(["step", "state", "hours", "GB"], rows),
             "",
-            f"Expected: {hours:.1f} hours of training and of the UNet, on {request.processes} H200 "
-            f"at the settings of configs; {gigabytes:.0f} GB, of which {free:.0f} are free. "
+            f"Expected: {hours:.1f} hours of training and UNet time, on {request.processes} H200 "
+            f"with the settings in configs; {gigabytes:.0f} GB ({free:.0f} GB are free). "
             f"Downloads, VAE and scoring come on top. Weights and training data ({WEIGHTS_GB} and "
             f"{LAION_GB} GB) go to the Hub's cache.",
         ]
@@ -203,10 +204,10 @@ def plan_table(request: Request, steps: Sequence[Step]) -> str:
 
 
 def carry_out(request: Request, steps: Iterable[Step]) -> None:
-    """Run the steps that are not done, each in a process of its own.
+    """Run the unfinished steps, each in its own process.
 
     Raises:
-        ValueError: a step failed; its own message is above. A repeated call goes on there.
+        ValueError: a step failed and printed its own message. A repeated call continues there.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     for step in steps:
@@ -216,7 +217,7 @@ def carry_out(request: Request, steps: Iterable[Step]) -> None:
         done = subprocess.run(step.command, env={**os.environ, "PYTHONPATH": path})
         if done.returncode:
             raise ValueError(
-                f"{step.name} failed, its own message is above; repeat the command to go on there."
+                f"{step.name} failed with the message above; repeat the command to continue there."
             )
         step.mark(request.output).parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(step.mark(request.output)) as temporary:
@@ -224,7 +225,7 @@ def carry_out(request: Request, steps: Iterable[Step]) -> None:
 
 
 def measured(request: Request) -> dict[str, dict[int, dict[str, Any]]]:
-    """FID, CLIP score and milliseconds by row and size, from the files of finished steps."""
+    """FID, CLIP score and milliseconds by row and size, from finished steps' files."""
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in request.rows}
     for size in request.sizes:
         scored = json.loads((request.output / f"coco_{size}.json").read_text())["rows"]

@@ -1,13 +1,13 @@
-"""The dial on examples that were not probed: sizes by their effect, equal sizes, and peers.
+"""The dial on examples that were not probed: sizes by effect, equal sizes, and peers.
 
-A row is a plan for all layers (equal sizes, the sizes of least error at their time, or those within
-a tolerance) or another method.
+A row is a plan for all layers (equal sizes, the sizes with least error in the same time, or those
+within a tolerance) or another method.
 
-times_as_fast    time of exact attention over that of the plan, all layers
-predicted        error of the output by the profile
-errors           that of each example, |model(row) - model(exact)| / |model(exact)|
-ms               of a step of the whole model for one image, on a GPU
-psnr             of images to exact ones of equal noise, by the number of denoising steps
+times_as_fast    time of exact attention divided by the plan's, all layers
+predicted        output error predicted by the profile
+errors           output error per example, |model(row) - model(exact)| / |model(exact)|
+ms               time of a step of the whole model for one image, on a GPU
+psnr             PSNR to exact attention's images from the same noise, by number of steps
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Panel, lines
 
 UNIFORM = ("M64P16C8", "M64P16C8E256", "M128P32C8E256")
-# What an error may exceed a tolerance by, and still be held.
+# Factor by which an error may exceed a tolerance that still counts as held.
 SLACK = 1.2
 PROBED_STEPS = 6
 EQUAL, DIAL = "equal sizes in all layers", "sizes by their effect"
@@ -63,7 +63,7 @@ def measure_tolerances(
     arguments["num_inference_steps"] = PROBED_STEPS
     others = load_methods(pipe, (EXACT, *methods), levels=config.levels)
     profile = measure_error(pipe, probed, config, **arguments)
-    # Other noise than that of the probes.
+    # Noise that the probes did not use.
     seeds = range(len(probed), len(probed) + len(prompts))
     calls = recorded_calls(pipe, prompts, seeds[0], settings.batch_size, **arguments)
     steps = Steps(pipe, calls[:PROBED_STEPS]) if calls[0].output.is_cuda else None
@@ -84,7 +84,7 @@ def measure_tolerances(
             if steps is not None and not _is_peer(name):
                 steps.capture()
         if steps is not None and _is_peer(name):
-            # The time of the order of tokens is left out, as a model could keep it for all layers.
+            # Excludes reordering tokens, which a model could do once for all layers.
             peer = parse_method(name, config.levels)
             with self_attention_by(partial(by_peer, peer.source, peer.setting)):
                 steps.capture()
@@ -101,7 +101,7 @@ def measure_tolerances(
 def _planned(
     pipe: DiffusionPipeline, name: str, plan: Allocation, profile: ErrorProfile
 ) -> Iterator[None]:
-    """Run the pipeline by a plan inside the `with` block."""
+    """Run the pipeline with a plan inside the `with` block."""
     if plan.tolerance is None:
         levels = profile.config.levels
         apply_avq(pipe, AVQConfig.parse(name, levels=levels), route="always")
@@ -114,7 +114,7 @@ def _planned(
 
 
 def plans_of(profile: ErrorProfile, tolerances: Sequence[float]) -> dict[str, Allocation]:
-    """Equal sizes, the best ones at the same time, and those of tolerances, by name."""
+    """Equal sizes, the best sizes in the same time, and those within tolerances, by name."""
     plans = {}
     for sizes in UNIFORM:
         uniform = profile.uniform(sizes)
@@ -124,7 +124,7 @@ def plans_of(profile: ErrorProfile, tolerances: Sequence[float]) -> dict[str, Al
 
 
 def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
-    """The figures of a plan, but for the images'."""
+    """The measurements of a plan, except the images'."""
     return {
         "plan": name,
         "scheme": EQUAL if name in UNIFORM else DIAL,
@@ -160,7 +160,7 @@ def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tolerance_panels(rows: Sequence[Mapping[str, Any]], title: str) -> list[list[Panel]]:
-    """Error of the output over the time of a step; a dashed line is exact attention."""
+    """Output error against the time of a step; a dashed line marks exact attention."""
     exact = next(row.get("ms") for row in rows if row["scheme"] == EXACT)
     shown = [row | {"error": median(row["errors"])} for row in rows if max(row["errors"])]
     curves = lines(shown, "scheme", "ms", "error")

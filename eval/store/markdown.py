@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Column = str | Callable[[Any], Any]  # the field of a row, or what is made of the row
+Column = str | Callable[[Any], Any]  # a field of a row, or a function of the row
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of these cells."""
+    """A table with these cells."""
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
@@ -16,11 +16,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def rows_table(
     columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], form: str = ".4g"
 ) -> str:
-    """A table with a line for each row.
+    """A table with one line per row.
 
     Args:
-        columns: by their titles. A field that no row has is left out.
-        rows: a field that one lacks, or that is None, is a dash.
+        columns: title -> column. Fields that no row has are left out.
+        rows: a missing field, or None, is shown as a dash.
         form: format of floats.
     """
     shown = {
@@ -38,7 +38,7 @@ def rows_table(
 
 
 def figure(name: str, form: str = ".4g") -> Column:
-    """A column of a field, ± its standard error if `{name}_sem` has one."""
+    """A column for a field, ± its standard error if there is a `{name}_sem`."""
     return lambda row: with_error(row.get(name), row.get(f"{name}_sem"), form)
 
 
@@ -48,6 +48,6 @@ def number(value: float | None, form: str = ".4g") -> str:
 
 
 def with_error(value: float | None, error: float | None, form: str) -> str:
-    """A cell: the value and its standard error in this format; without one that is None or NaN."""
+    """A cell: the value and, unless None or NaN, its standard error in this format."""
     has_error = value is not None and error is not None and not math.isnan(error)
     return number(value, form) + (f" ± {error:{form.removeprefix('+')}}" if has_error else "")

@@ -1,4 +1,4 @@
-"""Plots as PNG files, in colours that colour-blind readers can tell apart."""
+"""Plots as PNG files, in colours that colour-blind readers can distinguish."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from avq_diffusers.files import atomic_write
 
 # Okabe and Ito's palette without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 looks
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 combinations
 DASHES = ("-", ":", "-.")
 MOST_MARKERS = 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel; `label` goes into the legend. Points whose y is None are left out.
+    """One line of a panel; `label` goes in the legend. Points with y None are left out.
 
-    With `errors`, the points have error bars in y and no line.
+    With `errors`, the points have y error bars and no line.
     """
 
     label: str
@@ -32,9 +32,9 @@ class Line:
 def lines(
     rows: Iterable[Mapping[str, Any]], label: str | Callable[[Any], str | None], x: str, y: str
 ) -> list[Line]:
-    """A line for each label, a field or made of the row, its points by `x`.
+    """A line per label (a field, or a function of the row), with points sorted by `x`.
 
-    Rows without a label, an x or a y are left out.
+    Rows without a label, x or y are left out.
     """
     label_of = label if callable(label) else itemgetter(label)
     groups: dict[str, list[Any]] = {}
@@ -49,10 +49,10 @@ def lines(
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes of a `panel_plot`; `faint` lines lie behind the others and have no legend.
+    """Axes of a `panel_plot`; `faint` lines are behind the others and not in the legend.
 
     A logarithmic x axis has base 2. With `ticks`, the x axis shows these names at 0, 1, 2, ...
-    With `from_zero`, the y axis begins there, so that small differences look small. Dashed lines
+    With `from_zero`, the y axis starts at 0, so that small differences look small. Dashed lines
     mark `reference` on the y axis and `reference_x` on the x axis.
     """
 
@@ -70,7 +70,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Numbers from 0 to 1: `values[i]` are those of `rows[i]`, which may have fewer columns."""
+    """Numbers from 0 to 1: `values[i]` belongs to `rows[i]`; rows may differ in length."""
 
     title: str
     rows: Sequence[str]
@@ -78,9 +78,9 @@ class HeatMap:
 
 
 def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
-    """Write rows of panels; a label has one colour and marker in all of them, and one legend.
+    """Write rows of panels; a label has the same colour and marker in all of them, in one legend.
 
-    Panels without lines are left out. If none is left, nothing is written.
+    Panels without lines are left out. If none are left, nothing is written.
     """
     rows = [shown for row in rows if (shown := [panel for panel in row if panel.lines])]
     if not rows:
@@ -115,7 +115,7 @@ def _look(index: int) -> dict[str, Any]:
 
 
 def _draw(axes: Any, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Draw a panel; what stands for each label in the legend."""
+    """Draw a panel; return the legend handle per label."""
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
     handles = {}
@@ -157,7 +157,7 @@ def _points(line: Line) -> tuple[list[float], list[float]]:
 
 
 def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:
-    """Write the maps side by side on one colour scale, with numbers in the cells."""
+    """Write the maps side by side with one colour scale and numbers in the cells."""
     most = max(len(values) for heat_map in maps for values in heat_map.values)
     height = max(len(heat_map.rows) for heat_map in maps)
     figure = _figure((3.2 + 0.5 * most) * len(maps), 1.6 + 0.34 * height)
@@ -180,7 +180,7 @@ def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -
 def bar_plot(
     path: Path, panels: Mapping[str, Mapping[str, float]], *, xlabel: str, title: str
 ) -> None:
-    """Write one panel of labelled horizontal bars for each entry of `panels`."""
+    """Write a panel of labelled horizontal bars per entry of `panels`."""
     most = max((len(bars) for bars in panels.values()), default=1)
     number = max(1, len(panels))
     figure = _figure(5.4 * number, 1.4 + 0.36 * max(1, most))

@@ -1,4 +1,4 @@
-"""Results as JSON files, each with its command, commit, versions and device."""
+"""Results as JSON files with command, commit, versions and device."""
 
 import hashlib
 import json
@@ -46,9 +46,9 @@ def environment(device: "torch.device | str") -> dict[str, Any]:
 
 
 def save_json(path: Path, *, command: str, device: "torch.device | str", **content: Any) -> None:
-    """Write `content` with its command and environment to `path`, in one step.
+    """Write `content` with its command and environment to `path`, atomically.
 
-    JSON has no infinity and NaN, so they become null.
+    JSON has no infinity or NaN, so they become null.
     """
     document = {"command": command, "environment": environment(device), **content}
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
@@ -58,7 +58,7 @@ def save_json(path: Path, *, command: str, device: "torch.device | str", **conte
 
 @dataclass(frozen=True)
 class Result:
-    """A file of `python -m eval`: `kind` is its command, such as `"scenes"` or `"bench unet"`."""
+    """A file from `python -m eval`: `kind` is its command, such as `"scenes"` or `"bench unet"`."""
 
     path: Path
     kind: str
@@ -81,16 +81,16 @@ def read_result(path: Path) -> Result:
     except (ValueError, LookupError, RecursionError, TypeError, AttributeError):
         program = []
     if program != PROGRAM:
-        raise ValueError(f"{path} is not a result of python -m eval.")
+        raise ValueError(f"{path} is not a result from python -m eval.")
     return Result(path, kind, document)
 
 
 @contextmanager
 def complete(path: Path) -> Iterator[None]:
-    """Name the file in errors of a missing field or of a field with another type.
+    """Name the file in errors about a missing field or a field of the wrong type.
 
     Raises:
-        ValueError: the block met one.
+        ValueError: the block hit one.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def complete(path: Path) -> Iterator[None]:
 
 
 def folder_digest(source: str, marker: str) -> str | None:
-    """Digest of all files in a local folder with the file `marker`; None for other names."""
+    """Digest of all files in a local folder that has the file `marker`; None for other names."""
     if not (Path(source) / marker).is_file():
         return None
     digest = hashlib.sha256()
@@ -122,7 +122,7 @@ def _finite(value: Any) -> Any:
 def _commit() -> str:
     """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it.
 
-    Unknown if this file is none of the repository at the root: the package may lie in another one.
+    Unknown if this file is not tracked at the root: the package may be inside another repository.
     """
     if commit := os.environ.get("GIT_COMMIT"):
         return commit

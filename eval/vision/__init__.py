@@ -1,1 +1,1 @@
-"""Vision transformers: data sets of scenes over photographs, and tables of fine-tuned models."""
+"""Vision transformers: datasets of scenes over photographs, and tables of fine-tuned models."""

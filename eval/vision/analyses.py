@@ -19,11 +19,11 @@ CHOICES = {"tiled": "tiled importance", "exact": "exact importance", "best": "tr
 
 
 def read_analyses(path: Path) -> dict[str, Any]:
-    """The document of a run's analyses.
+    """The document with a run's analyses.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no file of analyses.
+        ValueError: it is not a file of analyses.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
@@ -34,12 +34,12 @@ def read_analyses(path: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError):
         complete = False
     if not complete:
-        raise ValueError(f"{path} is no file of python -m distill.vision analyse.")
+        raise ValueError(f"{path} is not a file from python -m distill.vision analyse.")
     return document
 
 
 def analyses_tables(document: Mapping[str, Any]) -> list[str]:
-    """A Markdown table for each analysis; heads of a layer are averaged."""
+    """A Markdown table per analysis; a layer's heads are averaged."""
     score = {LABELS[document["metric"]]: "score"}
     columns = {
         "elastic": {"refined parents": "num_refined", **score, "capture": "capture"},
@@ -54,7 +54,7 @@ def analyses_tables(document: Mapping[str, Any]) -> list[str]:
 
 
 def analyses_panels(document: Mapping[str, Any]) -> list[list[Panel]]:
-    """Scores and capture by refined parents; capture and commitment of layers, heads faint."""
+    """Scores and capture by refined parents; capture and commitment per layer, heads faint."""
     name = document["attention"]
 
     def line(label: str, analysis: str, x: str, y: str) -> Line:
@@ -78,7 +78,7 @@ def analyses_panels(document: Mapping[str, Any]) -> list[list[Panel]]:
 
 
 def _rows(document: Mapping[str, Any], analysis: str) -> list[Row]:
-    """The rows of an analysis; of layers, the means over heads."""
+    """The rows of an analysis; for layers, means over heads."""
     rows = [row for row in document["rows"] if row["analysis"] == analysis]
     if analysis != "layers":
         return rows

@@ -1,13 +1,13 @@
-"""Data sets for vision models: the shapes of scenes over real photographs, with known labels.
+"""Datasets for vision models: shapes from scenes over real photographs, with known labels.
 
-The objects of scenes lie over a piece of a photograph, in segmentation those of three scenes, which
-hide each other in part. Each group keeps the colour and texture of its scene, or is cut out of
-another photograph. Validation images have photographs and scenes of their own.
+Objects are placed over a crop of a photograph; for segmentation they come from three scenes and
+partly hide each other. Each group keeps the colour and texture of its scene, or is cut out of
+another photograph. Validation images use separate photographs and scenes.
 
-segmentation    as ADE20K: `images/{training,validation}/NAME.jpg` and label maps
+segmentation    like ADE20K: `images/{training,validation}/NAME.jpg` and label maps
                 `annotations/{training,validation}/NAME.png`. Label i is the i-th of `LABELS`;
                 0, "other", is the antialiased edge of an object.
-classification  as ImageNet: `{train,val}/CLASS/NAME.jpg`. The class is the shape of most objects.
+classification  like ImageNet: `{train,val}/CLASS/NAME.jpg`. The class is the shape of most objects.
 """
 
 from collections.abc import Sequence
@@ -36,27 +36,27 @@ SPLITS = {
 }
 IMAGENET_SPLITS = {"training": "train", "validation": "val"}
 SEEDS_PER_SET = 1_000_000
-SCENES_PER_IMAGE = 3  # of segmentation
-SMALLEST_PIECE = 0.4  # of the shorter side of a photograph
+SCENES_PER_IMAGE = 3  # for segmentation
+SMALLEST_PIECE = 0.4  # of a photograph's shorter side
 QUALITY = 92
 
 
 def write_data_set(
     task: str, folder: Path, *, training: int, validation: int, size: int, seed: int, workers: int
 ) -> None:
-    """Write a data set; equal arguments give equal files.
+    """Write a dataset; equal arguments give equal files.
 
     Args:
         task: one of `TASKS`.
-        folder: is made, and must not exist.
-        training, validation: images of each split.
+        folder: created; must not exist.
+        training, validation: images per split.
         size: side of the images, a multiple of 64.
-        seed: of the scenes, below 10.
-        workers: processes.
+        seed: seed of the scenes, below 10.
+        workers: number of processes.
 
     Raises:
-        ValueError: an argument has no such value.
-        FileExistsError: there is such a folder.
+        ValueError: an argument has an invalid value.
+        FileExistsError: the folder exists.
         ImportError: scikit-image or scikit-learn is missing.
     """
     if task not in TASKS:
@@ -64,7 +64,7 @@ def write_data_set(
     if size <= 0 or size % 64:
         raise ValueError(f"size must be a multiple of 64, but got {size}.")
     folder.mkdir(parents=True)
-    for name in PHOTOGRAPHS:  # a missing package shows here, not in a worker
+    for name in PHOTOGRAPHS:  # raises for a missing package here, not in a worker
         _pixels(name)
     is_segmented = task == "segmentation"
     with ProcessPoolExecutor(workers) as pool:
@@ -73,13 +73,13 @@ def write_data_set(
             useful = seeds if is_segmented else filter(_has_majority, seeds)
             write = partial(_write_segmented if is_segmented else _write_classified, folder, split)
             done = pool.map(partial(write, size), islice(useful, number), chunksize=8)
-            list(tqdm(done, split, number, unit="image"))  # waits, and raises what a worker raised
+            list(tqdm(done, split, number, unit="image"))  # waits, and raises workers' errors
 
 
 def compose_over_photograph(
     scenes: Sequence[Scene], size: int, seed: int, photographs: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The objects of scenes over a photograph, those of later scenes in front.
+    """Objects from scenes over a photograph, later scenes in front.
 
     Returns:
         uint8 RGB (size, size, 3), and uint8 labels (size, size) as in the module's description.

@@ -1,11 +1,11 @@
-"""Features of a vision transformer with AVQ in all its layers: `python -m eval vision features`.
+"""Features of a vision transformer with AVQ in all layers: `python -m eval vision features`.
 
-columns       codewords and keys that a patch meets, at most, CLS and registers apart
+columns       most codewords and keys that a patch attends to, not counting CLS and registers
 features_off  |f - exact| / |exact| of the last hidden states f; exact is in float32
-map_off       mean difference of the map of salient pixels, whose values lie between 0 and 1
+map_off       mean difference in the map of salient pixels, whose values are between 0 and 1
 map_r         correlation of that map with the exact one
-ms            of a forward, on a GPU only
-speedup       time of exact attention, measured in turns with it, over that time
+ms            time of a forward pass, only on a GPU
+speedup       exact attention's time, measured in turns, divided by that
 
 Errors are means over photographs. Nothing is trained.
 """
@@ -53,7 +53,7 @@ COLUMNS = {
     "exact / ms": "speedup",
 }
 LOGS = {"xscale": "log", "yscale": "log"}
-MIN_TOKENS = 2  # CLIP and SigLIP pool by one query
+MIN_TOKENS = 2  # CLIP and SigLIP pool with one query
 
 
 @torch.no_grad()
@@ -64,19 +64,18 @@ def measure_features(
     names: Sequence[str],
     decoder: Callable[[Tensor], Tensor] | None,
 ) -> Iterator[Row]:
-    """Measure methods at one size of the images; a row for each.
+    """Measure methods at one image size, one row each.
 
     Args:
-        model: a vision transformer in evaluation mode, without AVQ; it is left so.
+        model: a vision transformer in evaluation mode, without AVQ; left unchanged.
         size: side of the images.
         num_images: photographs to measure on; the others are for calibration.
         names: configurations and `WORDS`.
-        decoder: makes the map of salient pixels (B, h, w) of last hidden states in float32; None if
-            there is none.
+        decoder: maps last hidden states to salient pixels (B, h, w) in float32, or None.
 
     Raises:
         TypeError: the model has no layer for AVQ.
-        ValueError: a name is no method.
+        ValueError: a name is not a method.
     """
     methods = {name: measured_method(name, WORDS) for name in names}
     subject = subject_of(model, size, num_images, ())
@@ -113,7 +112,7 @@ def measure_features(
 
 @contextmanager
 def _running(subject: Subject, method: MethodName) -> Iterator[None]:
-    """Run all layers by a method inside the `with` block; in the control, by their own values."""
+    """Run all layers with a method inside the `with` block; the control uses their own values."""
     if method.source == NO_ATTENTION:
         with answered(subject.model, attrgetter("value"), min_tokens=MIN_TOKENS):
             yield
@@ -129,14 +128,14 @@ def _running(subject: Subject, method: MethodName) -> Iterator[None]:
 
 
 def times(run: Callable[[], Any], exact: Callable[[], Any], device: torch.device) -> Row:
-    """The time of a forward, in turns with that of exact attention."""
+    """The time of a forward pass, measured in turns with exact attention's."""
     runs = [lambda index, one=one: one() for one in (run, exact)]
     timing, of_exact = time_in_turns(runs, 1, device, Effort())
     return {**timing, "speedup": of_exact["ms"] / timing["ms"]}
 
 
 def family_of(method: MethodName) -> str | None:
-    """What an elastic curve has in common: all but the refined parents."""
+    """What the points of an elastic curve share: everything except the refined parents."""
     config = method.config
     if config is None or not config.num_children:
         return None
@@ -151,7 +150,7 @@ def features_table(rows: Sequence[Row]) -> str:
 
 
 def features_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """A row of panels for each number of tokens: errors over columns and time, elastic curves."""
+    """A row of panels per number of tokens: errors over columns and time, elastic curves."""
     panels = []
     for here in by_tokens([row for row in rows if row["runs"]]):
         tokens = f"N = {here[0]['tokens']}"

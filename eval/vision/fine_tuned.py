@@ -1,7 +1,7 @@
-"""Vision transformers that were fine-tuned with each attention: `python -m eval vision table`.
+"""Vision transformers fine-tuned with each attention: `python -m eval vision table`.
 
-The rows come from `python -m distill.vision compare`: one of the teacher, and one of each attention
-and seed after equal steps. Those of the first seed have the score before the steps, too.
+The rows come from `python -m distill.vision compare`: one for the teacher, and one per attention
+and seed after the same number of steps. For the first seed they include the score before training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from eval.store.plots import Line, Panel
 from eval.store.report import complete
 
 TEACHER, FLAT = "teacher", "flat@"
-WIDE = 8  # times that span more than this factor have a logarithmic axis
+WIDE = 8  # times that span more than this factor get a logarithmic axis
 LABELS = {"miou": "mean IoU, %", "top1": "top-1, %"}
 Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> dict[str, Any]:
-    """The teacher and the rows of all attentions, with seeds brought together.
+    """The teacher and the rows of all attentions, with seeds combined.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no file of a comparison, or has no attention yet.
+        ValueError: it is not a comparison's file, or has no attention yet.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
@@ -43,7 +43,7 @@ def read_rows(path: Path) -> dict[str, Any]:
 def _together(lines: Sequence[Row]) -> Row:
     scores = [line["score"] for line in lines]
 
-    def known(name: str) -> float | None:  # of the first seed, which may come last
+    def known(name: str) -> float | None:  # from the first seed, which may come last
         return next((line[name] for line in lines if line[name] is not None), None)
 
     return {
@@ -75,7 +75,7 @@ def fine_tuned_table(result: Mapping[str, Any]) -> str:
 
 
 def differences(result: Mapping[str, Any]) -> list[Row]:
-    """AVQ minus flat VQ of equal kernel time: the mean over seeds and its standard error."""
+    """AVQ minus flat VQ with equal kernel time: mean over seeds and its standard error."""
     rows = {row["name"]: row for row in result["rows"]}
     found = []
     for name, avq in rows.items():
@@ -90,9 +90,9 @@ def differences(result: Mapping[str, Any]) -> list[Row]:
 
 
 def fine_tuned_panels(result: Mapping[str, Any]) -> list[list[Panel]]:
-    """Scores over kernel time, untrained and fine-tuned.
+    """Scores against kernel time, untrained and fine-tuned.
 
-    Untrained comes first: all attentions have that score, so each looks alike in both plots.
+    Untrained comes first: every attention has that score, so colours match in both plots.
     """
     panels = []
     for title, field in (("untrained", "untrained"), ("fine-tuned", "score")):

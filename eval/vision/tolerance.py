@@ -1,4 +1,4 @@
-"""The dial of a vision transformer on photographs that were not probed.
+"""The dial for a vision transformer, on photographs that were not probed.
 
 Rows as in `eval.quality.tolerance`; the output is the last hidden states.
 """
@@ -17,7 +17,7 @@ from eval.quality.tolerance import Row, plan_row, plans_of
 def measure_tolerances(
     model: nn.Module, tolerances: Sequence[float], size: int, num_probed: int, num_images: int
 ) -> tuple[ErrorProfile, list[Row]]:
-    """Probe some photographs; measure the features of others, one row per plan."""
+    """Probe some photographs; measure the features of the others, one row per plan."""
     names = PHOTOGRAPHS[: num_images + num_probed]
     images = [vision_arguments(model, photograph(name, size)) for name in names]
     pixels = [one.pop("pixel_values") for one in images]

@@ -68,7 +68,11 @@ def test_scenes_are_the_training_scenes():
         ("huggingface", {"caption_column": "caption"}, "'caption'.*not in"),
         ("huggingface", {"image_column": "unused"}, "images in the column unused: .*int64"),
         ("huggingface", {"split": "test"}, "as source huggingface .*: Unknown split"),
-        ("huggingface json", {"captions": "{root}/short.txt"}, "each of the 5 rows .* has 2"),
+        (
+            "huggingface json",
+            {"captions": "{root}/short.txt"},
+            "per row of .*, 5, but has 2",
+        ),
         ("huggingface json", {"captions": "{root}/bad.json"}, "bad.json is not JSON"),
         ("folder", {"path": "{root}/none"}, "there are no images in the folder .*none"),
         ("huggingface", {"path": "{root}/none"}, "none cannot be loaded as source huggingface"),

@@ -90,7 +90,7 @@ def test_a_broken_avif_is_replaced(tmp_path):
     head, pixels = file.getvalue().split(b"mdat")
     config = source("folder", tmp_path)
     (tmp_path / "data" / "a.png").write_bytes(head + b"mdat" + bytes(len(pixels)))
-    with pytest.warns(UserWarning, match=r"a\.png\) cannot be read: Failed to decode .*; the foll"):
+    with pytest.warns(UserWarning, match=r"a\.png\) cannot be read: Failed to decode .*; the next"):
         take(make_stream(config, batch_size=5), 1)
 
 

@@ -273,7 +273,7 @@ def test_the_commands(group, model, title, stem, tmp_path, monkeypatch, capsys):
     assert plot.read_bytes() == drawn
     printed = capsys.readouterr().out
     assert "| 64 | eager | limit | " in printed
-    assert ("times are multiplied by 2." in printed) == (group == "transformer")
+    assert ("times are scaled by 2." in printed) == (group == "transformer")
     run_command(monkeypatch, "bench", group, *options, "--minutes", 0)
     rows = json.loads(path.read_text())["rows"]
     assert [row["note"] for row in rows] == ["not started: out of time"] * 2

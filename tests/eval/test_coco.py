@@ -172,7 +172,7 @@ def test_a_folder_that_another_command_writes_is_refused(place, exact):
     with locked(exact, 0, "busy"):
         code, _, errors = generate(place, "exact")
     assert code == 2
-    assert f"another command writes {exact}; wait for its end, or launch both" in errors
+    assert f"another command is writing {exact}; wait for it, or launch both" in errors
 
 
 def test_a_folder_of_other_things_is_refused(place, tmp_path):
@@ -189,7 +189,7 @@ def test_images_that_hold_nan_are_refused():
     pipe = tiny_pipe()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
-    with pytest.raises(ValueError, match=r"gave NaN for at least one of the seeds \[4\]"):
+    with pytest.raises(ValueError, match=r"returned NaN for at least one of the seeds \[4\]"):
         generate_batch(
             pipe, ["a"], [4], Sampling(size=64, num_inference_steps=1, guidance_scale=1.0)
         )
@@ -236,12 +236,12 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
         ("images/000001.png", None, {}, "lacks 1 of 3 images, such as 000001.png; run this again"),
         ("images/000003.png", b"more", {}, "images has 4 files for 3 captions"),
         ("images/000001.png", b"half", {}, "000001.png cannot be used: cannot identify"),
-        ("captions.txt", b"one\ntwo\nthree\n", {}, "is not what the images were made of"),
+        ("captions.txt", b"one\ntwo\nthree\n", {}, "is not what the images were made from"),
         ("a", b"", {"real": "nothing"}, "no images in nothing; unpack there .*val2014.zip, whose"),
         ("a", b"", {"real": "single"}, "at least 2 real images are needed, but .*single has 1"),
         ("a", b"", {"images": 4}, "must be between 2 and the 3 of .*row, but got 4"),
         ("a", b"", {"patches": "single"}, "patches need images of at least 299, but .* have 64"),
-        ("a", b"", {"scorer": "nothing"}, "there is no scorer in nothing; the one of mini-sd is "),
+        ("a", b"", {"scorer": "nothing"}, "there is no scorer in nothing; mini-sd's is "),
     ],
 )
 def test_damaged_rows_and_bad_requests_are_refused(
@@ -321,7 +321,7 @@ def test_scalecrafter_dilates_beyond_the_training_size(place):
     plain, dilated = (images(place / folder) for folder in ("plain", "dilated"))
     assert all(plain[name] != dilated[name] for name in plain)
     code, _, errors = generate(place, "plain", scalecrafter=None, **changes)
-    assert (code, errors[-27:]) == (2, "it differs in scalecrafter.")
+    assert (code, errors[-28:]) == (2, "configuration: scalecrafter.")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_folder_of_another_configuration_is_refused(place, exact, changes, key
     config.write_text(was)
     assert (code, errors) == (
         2,
-        f"eval: {exact} holds images of another configuration; it differs in {keys}.",
+        f"eval: {exact} holds images with a different configuration: {keys}.",
     )
     assert (images(exact), (exact / "manifest.json").read_bytes()) == before
 

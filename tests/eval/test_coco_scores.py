@@ -38,7 +38,7 @@ def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path, name):
     if name in coco_score.FREE:
         assert [x.config[name] for x in coco_score.read_folders(folders)] == ["a", "b"]
         return
-    with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
+    with pytest.raises(ValueError, match=f"cannot go into one table; they differ in {name}."):
         coco_score.read_folders(folders)
 
 

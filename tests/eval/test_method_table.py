@@ -174,7 +174,7 @@ def test_times_are_those_of_the_same_fields():
 
 
 EXACT_ROW = [quality_row(EXACT)]
-OTHERS = "are of another protocol or other seeds; average seeds by merge first"
+OTHERS = "but another protocol or other seeds; average seeds with merge first"
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ OTHERS = "are of another protocol or other seeds; average seeds by merge first"
         (quality(EXACT_ROW, size=512, scalecrafter={"downsamplers": False}), OTHERS),
         (
             quality([quality_row("runs/a", "M4", sha256="new")], size=64),
-            "d.json has images of runs/a as it is at another time",
+            "d.json and an earlier result have images of different versions of runs/a",
         ),
         ({"command": "python -m eval scenes"}, "d.json is not a complete result .KeyError: 'size"),
-        (speed({"exact": 1.0}), "c.json both have the times of 512"),
+        (speed({"exact": 1.0}), "c.json both have times of 512"),
         (speed({"M5P6C7@0": 1.0}, size=64), "names an unknown method: .*'M5P6C7@0'"),
     ],
 )

@@ -96,5 +96,5 @@ def test_methods_that_a_transformer_does_not_have(pipe, name):
 
 
 def test_scalecrafter_is_refused(pipe):
-    with pytest.raises(ValueError, match="ScaleCrafter dilates the convolutions of a UNet, but"):
+    with pytest.raises(ValueError, match="ScaleCrafter dilates a UNet's convolutions, but"):
         dilation_config(pipe, Sampling(size=128, is_dilated=True))

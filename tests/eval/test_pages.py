@@ -76,7 +76,11 @@ def _without(field):
             lambda document: document.update(rows=document["rows"][1:]),
             "has no row of exact; make it again.",
         ),
-        ("tolerance_levels01.json", lambda document: document.clear(), "is not a result of python"),
+        (
+            "tolerance_levels01.json",
+            lambda document: document.clear(),
+            "is not a result from",
+        ),
     ],
 )
 def test_what_is_missing_is_said(results, monkeypatch, capsys, name, change, message):

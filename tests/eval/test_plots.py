@@ -38,7 +38,7 @@ def test_a_plot_of_steps_has_all_modes(device, tmp_path):
     assert plot.read_bytes() == expected
 
 
-OTHERS = "is not a result of python -m eval"
+OTHERS = "is not a result from python -m eval"
 NO_PLOT = f"plots are those of {', '.join(PLOTS)}, but .* is a result of "
 
 

@@ -297,7 +297,7 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
     run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
     shown = capsys.readouterr().out
     assert "| M4 | - | - | 2.000 ± 1.000 |" in shown
-    assert "Left out, as not every seed has it: M5, levels []" in shown
+    assert "Left out because a seed lacks it: M5, levels []" in shown
     document = json.loads((tmp_path / "both.json").read_text())
     assert [run["command"] for run in document["runs"]] == commands
     assert not any("rows" in run for run in document["runs"])
@@ -308,7 +308,7 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "x.json is not a result of python -m eval"),
+        ([], "x.json is not a result from python -m eval"),
         ({"command": "python -m eval table a"}, "but these are of table"),
         ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
     ],

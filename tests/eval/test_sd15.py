@@ -111,7 +111,7 @@ def test_a_repeated_call_goes_on_at_the_failed_step(request_):
         script = f"open({str(seen)!r}, 'a').write({name!r}); raise SystemExit({code})"
         return Step(name, [sys.executable, "-c", script])
 
-    with pytest.raises(ValueError, match=r"b failed, its own message is above; repeat"):
+    with pytest.raises(ValueError, match=r"b failed with the message above; repeat"):
         carry_out(request_, [step("a"), step("b", 1), step("c")])
     assert seen.read_text() == "ab"
     carry_out(request_, [step("a"), step("b"), step("c")])

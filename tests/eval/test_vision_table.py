@@ -110,4 +110,4 @@ def test_analyses(tmp_path, monkeypatch, capsys):
     for content in ("[]", '{"rows": []}'):
         path.write_text(content)
         _, told = failed_command(monkeypatch, capsys, "vision", "analyses", path)
-        assert "is no file of python -m distill.vision analyse" in told
+        assert "is not a file from python -m distill.vision analyse" in told
