@@ -240,7 +240,7 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
         ("a", b"", {"real": "nothing"}, "no images in nothing; unpack there .*val2014.zip, whose"),
         ("a", b"", {"real": "single"}, "at least 2 real images are needed, but .*single has 1"),
         ("a", b"", {"images": 4}, "must be between 2 and the 3 of .*row, but got 4"),
-        ("a", b"", {"patches": "single"}, "patches need images of at least 299, but .* have 64"),
+        ("a", b"", {"patches": "single"}, "patches need images of at least 299, but .* are 64"),
         ("a", b"", {"scorer": "nothing"}, "there is no scorer in nothing; mini-sd's is "),
     ],
 )

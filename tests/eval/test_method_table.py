@@ -174,7 +174,7 @@ def test_times_are_those_of_the_same_fields():
 
 
 EXACT_ROW = [quality_row(EXACT)]
-OTHERS = "but another protocol or other seeds; average seeds with merge first"
+OTHERS = "another protocol or other seeds; average seeds with merge first"
 
 
 @pytest.mark.parametrize(
