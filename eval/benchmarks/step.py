@@ -71,7 +71,7 @@ class Choice:
 
     Attributes:
         model: whose step.
-        sizes: sides of the images, or lines of the videos.
+        sizes: sides of the images, or lines or frames of the videos.
         methods: methods, the most important first.
         modes: `"graph"`, `"compile"`, `"eager"`.
         seconds: of steps per row; the second half counts.
