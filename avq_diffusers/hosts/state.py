@@ -288,6 +288,28 @@ class LayerState(Replaced):
 
         `query` has the grid's N tokens, or N + T with those of a text; the output is a view of
         memory (B, N, H, D) or (B, N + T, H, D).
+        """
+        options, call = self.options(), self.call.get()
+        assert call is not None
+        assert call.query_order is not None
+        attend = attention_and_backend if self.function is None else self.function
+        output, backend = attend(
+            query,
+            key,
+            value,
+            self.weights.codebook,
+            sink_key=sink_key,
+            sink_value=sink_value,
+            scale=scale,
+            **orders(call.query_order, query, key, text_first=call.beside_first),
+            **options,
+        )
+        if not torch.compiler.is_compiling():
+            self.last_backend = backend
+        return output
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `avq_attention` in the present call that are no tensors.
 
         Raises:
             NotImplementedError: ONNX exports the model.
@@ -298,34 +320,16 @@ class LayerState(Replaced):
             )
         config, call = self.config, self.call.get()
         assert call is not None
-        queries = keys = call.query_order
-        if queries is not None and query.shape[2] > key.shape[2]:
-            num_beside = query.shape[2] - key.shape[2]
-            queries = joint_order(queries, num_beside, text_first=call.beside_first)
-        attend = attention_and_backend if self.function is None else self.function
-        output, backend = attend(
-            query,
-            key,
-            value,
-            self.weights.codebook,
-            num_parents=call.sizes.num_parents,
-            num_children=call.sizes.num_children,
-            num_refined=call.sizes.num_refined,
-            codewords=config.codewords,
-            num_updates=config.num_updates,
-            exact_keys=call.sizes.exact_keys,
-            sink_key=sink_key,
-            sink_value=sink_value,
-            query_tile=config.query_tile,
-            # Parts of a model may be on other devices than its input.
-            query_order=None if queries is None else queries.to(query.device),
-            key_order=None if keys is None else keys.to(query.device),
-            scale=scale,
-            backend=self.backend,
-        )
-        if not torch.compiler.is_compiling():
-            self.last_backend = backend
-        return output
+        return {
+            "num_parents": call.sizes.num_parents,
+            "num_children": call.sizes.num_children,
+            "num_refined": call.sizes.num_refined,
+            "exact_keys": call.sizes.exact_keys,
+            "codewords": config.codewords,
+            "num_updates": config.num_updates,
+            "query_tile": config.query_tile,
+            "backend": self.backend,
+        }
 
     def refuse_replica(self, module: nn.Module) -> None:
         """Refuse a copy of `nn.DataParallel` of the module that begins the layer's calls.
@@ -348,6 +352,22 @@ class LayerState(Replaced):
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
             self.last_call = call
+
+
+def orders(order: Tensor, query: Tensor, key: Tensor, *, text_first: bool) -> dict[str, Any]:
+    """The orders of `avq_attention` for the keys of a grid, and queries of a text beside it.
+
+    Args:
+        order: (N,) of the grid.
+        query: (B, H, N or N + T, D).
+        key: (B, H, N, D).
+        text_first: whether the text is before the grid.
+    """
+    queries, num_text = order, query.shape[2] - key.shape[2]
+    if num_text:
+        queries = joint_order(order, num_text, text_first=text_first)
+    # Parts of a model may be on other devices than its input.
+    return {"query_order": queries.to(query.device), "key_order": order.to(query.device)}
 
 
 def with_sinks(
