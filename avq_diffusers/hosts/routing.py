@@ -160,10 +160,14 @@ class LayerRoute:
         is_open = self.route == "fastest" and self.chosen_at is None
         if not is_open or device.type != "cuda":
             return
-        found = self.break_even.get(workload) or known_break_even(workload, device)
-        is_unknown = trial is not None and (found or NOTHING_KNOWN).unknown(trial.num_tokens)
-        if trial is not None and is_unknown and not torch.cuda.is_current_stream_capturing():
+        learned = self.break_even.get(workload)
+        if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
+            return
+        found: BreakEven | None
+        if trial is not None and not torch.cuda.is_current_stream_capturing():
             found = break_even(workload, device, trial)
+        else:
+            found = known_break_even(workload, device)
         if found is not None:
             self.break_even[workload] = found
 
