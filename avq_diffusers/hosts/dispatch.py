@@ -130,8 +130,6 @@ def _avq_in_place_of_torch(
     """AVQ of tensors (B, H, N, D); None if the call runs exact attention."""
     is_plain = not (dropout_p or is_causal or enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if isinstance(attn_mask, Tensor):  # (Q, K) here, where the dispatch has (B, K)
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     output = _attend(query, key, value, attn_mask, scale, is_plain, None)
     return None if output is None else output.transpose(1, 2)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
@@ -123,8 +123,8 @@ def masked_attention(
     groups = read_groups(mask, query, key, grid, keep=False)
     if groups is not None:
         return joint_attention(attend, query, key, value, grid, scale, groups)
-    exact: Any = dispatch_attention_fn  # whose annotations have no names of backends
-    exact = exact(query, key, value, mask, scale=scale, backend=exact_backend)
+    backend = None if exact_backend is None else AttentionBackendName(exact_backend)
+    exact = dispatch_attention_fn(query, key, value, mask, scale=scale, backend=backend)
     return exact.contiguous()
 
 

@@ -20,7 +20,7 @@ from avq_diffusers.hosts.interception import backend_interception, score_interce
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec, Replaced
 from avq_diffusers.hosts.per_thread import PerThread
-from avq_diffusers.hosts.routing import LayerRoute, Workload, next_power_of_two
+from avq_diffusers.hosts.routing import LayerRoute, Trial, Workload, next_power_of_two
 
 AVQ_CALL = "AVQ"
 OUTSIDE = "outside a call of the model"
@@ -109,7 +109,7 @@ class LayerState(Replaced):
         super().__init__(None)
         self.config = config
         self.weights = weights
-        self.route = LayerRoute(route, layer.num_heads)
+        self.route = LayerRoute(route)
         self.backend = backend
         self.num_heads = layer.num_heads
         self.head_dim = layer.head_dim
@@ -158,10 +158,12 @@ class LayerState(Replaced):
         if not self.enabled:
             exact_because = DISABLED
         chosen = sizes or self.config.sizes
-        self.call.set(Call(order, chosen, exact_because, _backward(), num_beside, beside_first))
+        call = Call(order, chosen, exact_because, _backward(), num_beside, beside_first)
+        self.call.set(call)
         self.weights.move_to(device, dtype)
         if sizes is not None and not torch.compiler.is_compiling():
-            self.route.learn(self.workload(hidden_states, chosen), device, measure=True)
+            workload = self.workload(hidden_states, chosen)
+            self.route.learn(workload, device, self._trial(call, int(hidden_states.shape[0])))
 
     def enter_without_grid(self, exact_because: str) -> None:
         """Begin a call whose grid is not known yet, or not at all."""
@@ -255,6 +257,19 @@ class LayerState(Replaced):
         ):
             return "faster"
         return None
+
+    def _trial(self, call: Call, batch: int) -> Trial | None:
+        """What measures the present call; None if it may not run AVQ, or other than usual."""
+        is_usual = self.function is None and self.backend == "auto"
+        if not is_usual or call.exact_because or call.query_order is None:
+            return None
+        num_tokens = call.query_order.shape[0]
+        if not self._has_keys_for(call.sizes, num_tokens):
+            return None
+        # Kernels are the same for one token and for all that a layer's sequence may have.
+        num_beside = 1 if call.num_beside == REST else call.num_beside
+        shape = batch, num_tokens + num_beside, self.num_heads, self.head_dim
+        return Trial(self.attend, shape, num_tokens)
 
     def _has_keys_for(self, sizes: Sizes, num_tokens: int) -> bool:
         """Whether so many tokens are enough for the codewords that are taken from their keys."""

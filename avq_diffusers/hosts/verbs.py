@@ -74,9 +74,10 @@ def apply_avq(
     Qwen-Image, Z-Image) and of CLS and register tokens. Queries of text tokens use AVQ too.
 
     A call that AVQ cannot serve runs the layer's previous attention, and `summary` says why: calls
-    with masks, merged or dropped tokens or reference images, calls of a block outside its model,
-    and all calls while another tool acts on attention scores (perturbed-attention guidance, a
-    replaced `scaled_dot_product_attention`, `with attention_backend(...)`). A layer keeps an
+    with masks that do more than hide the padding of a text, merged or dropped tokens or reference
+    images, calls of a block outside its model, and all calls while another tool acts on attention
+    scores (perturbed-attention guidance, a replaced `scaled_dot_product_attention`, `with
+    attention_backend(...)`). Compiled training runs exact attention with any mask. A layer keeps an
     attention processor that is none of diffusers' plain ones, such as StyleAligned's, whether it
     is set before or after; a warning names these layers.
 
@@ -111,8 +112,9 @@ def apply_avq(
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as for `avq_attention`.
         route: `"fastest"` runs exact attention where that is faster on this GPU for the number of
-            tokens: from a table of the package, or measured in some seconds and kept in the user's
-            cache folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.
+            tokens: from a table of the package, or measured at the first such call, in at most some
+            3 s beside a progress bar, and kept in the user's cache folder. `"always"` runs AVQ. A
+            number runs AVQ from that many tokens on.
         **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
 
     Returns:

@@ -1,5 +1,7 @@
 """Masks: hidden keys beside the grid's are left out, and calls with any other mask run exact."""
 
+from functools import partial
+
 import pytest
 import torch
 from checks import differ, kinds
@@ -102,18 +104,21 @@ def test_what_was_read_of_a_mask(monkeypatch):
 @pytest.mark.parametrize("mask", [SQUARE, changed(ROWS, (1, ..., 5)), NUMBERS])
 @torch.no_grad()
 def test_the_operator_of_compiled_code(mask):
-    """Catches strides of another layout, AVQ with a mask that it does not serve, and a hidden key
-    that is seen."""
+    """Catches strides of another layout, AVQ with a mask that it does not serve, a hidden key that
+    is seen, and what was read of an earlier mask in the same memory."""
     sizes = {"num_parents": 2, "num_children": 1, "num_refined": 2, "exact_keys": 8}
     options = {"codewords": "means", "num_updates": 0, "query_tile": 16, "backend": "torch"}
     query, key, value = torch.randn(3, 2, 2, 8, 16).transpose(2, 3)
-    arguments = query, key, value, mask, torch.arange(5), GRID.start, GRID.stop, None, None
+    memory, attend = mask.clone(), partial(masked_attention, **sizes, **options)
+    arguments = query, key, value, memory, torch.arange(5), GRID.start, GRID.stop, None, None
     torch.library.opcheck(masked_attention, arguments, sizes | options)
-    rows = (x.transpose(1, 2) for x in (query, key, value))
+    rows = [x.transpose(1, 2) for x in (query, key, value)]
     exact = scaled_dot_product_attention(*rows, mask).transpose(1, 2)
     seen_queries = KEYS if seen(mask) is not None else torch.ones_like(KEYS)
-    found = masked_attention(*arguments, **sizes, **options)
-    torch.testing.assert_close(found[seen_queries], exact[seen_queries])
+    torch.testing.assert_close(attend(*arguments)[seen_queries], exact[seen_queries])
+    memory.numpy()[:] = mask.dtype == torch.bool  # compiled code changes no version
+    exact = scaled_dot_product_attention(*rows).transpose(1, 2)
+    torch.testing.assert_close(attend(*arguments), exact)
 
 
 def test_compiled():
