@@ -27,11 +27,12 @@ class ExactRun:
     Args:
         parts: how many equal parts of the training timesteps are kept apart.
         weights: of the errors of calls, by training timestep; None if all count alike.
-        bar: moves by one per call of the exact runs.
+        bar: moves by one per call of the exact runs, and counts the repeated ones beside them.
 
     Attributes:
         start: the timestep at which the present part begins.
         weight: of the present call's error.
+        repeated: number of calls that were repeated.
         number: of the present call, over all examples.
         example: number of the present example.
         depth: calls of the model under way.
@@ -43,6 +44,7 @@ class ExactRun:
         self.starts = {start: start for start in starts}
         self.weights = weights
         self.bar = bar
+        self.repeated = 0
         self.start = NUM_TRAIN_TIMESTEPS
         self.weight = 1.0
         self.number = -1
@@ -70,6 +72,8 @@ class ExactRun:
                     exact = _tensors_of(output)
 
                     def repeat(trial: Trial) -> float:
+                        self.repeated += 1
+                        self.bar.set_postfix(repeated=self.repeated)
                         self.trial = trial
                         try:
                             return squared(_tensors_of(model(*args, **kwargs)), exact)
