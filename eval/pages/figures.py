@@ -191,7 +191,8 @@ def quality(folder: Path) -> Figures:
         values |= {name: f"{row['psnr_median']:.1f}", f"{name}_ms": number(row["ms"], ".1f")}
     bars: dict[str, dict[str, float]] = {}
     for row in rows:
-        levels = "all levels" if row["levels"] == "all" else f"levels {row['levels']}"
+        names = {"all": "all levels", "0": "level 0"}
+        levels = names.get(row["levels"], f"levels {row['levels']}")
         bars.setdefault(row["model"], {})[f"{row['attention']}, {levels}"] = row["psnr_median"]
     draw = bars_plot("PSNR to exact attention's images, dB", bars)
     return Figures(values, [*groups[0], *groups[1], newest, times], "quality_psnr.png", draw)
