@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, parameters_of
 from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
-from avq_diffusers.hosts.masks import seen_tokens
+from avq_diffusers.hosts.masks import Group, joint_attention, masked_attention, read_groups
 from avq_diffusers.hosts.per_thread import PerThread
 from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_attended
 
@@ -147,20 +147,48 @@ def _attend(
     state = _present.get()
     if state is None:
         return None
-    grid, seen = _grid(state, key), None
+    grid = _grid(state, key)
     reason = _exact_because(state, query, key, grid, is_plain, parallel_config)
-    if reason is None and mask is not None:
-        seen = seen_tokens(mask, query, key, grid)
-        reason = "attention mask" if seen is None else None
+    groups = _groups(mask, query, key, value, grid) if reason is None else None
+    if groups is None:
+        reason = reason or "attention mask"
     last = state.last_call
     state.count(reason or AVQ_CALL)
     if reason == OTHER_KEYS and last == AVQ_CALL and not torch.compiler.is_compiling():
         state.last_call = last  # the keys of an IP-Adapter, beside the layer's own
-    if reason is not None:
+    if groups is None:
         return None
-    if seen is None or seen.all():
-        return _joint_attention(state, query, key, value, grid, scale)
-    return _masked_attention(state, query, key, value, grid, scale, seen)
+    query, key, value = (as_attended(x) for x in (query, key, value))
+    if mask is None or not torch.compiler.is_compiling():
+        return joint_attention(state.attend, query, key, value, grid, scale, groups)
+    call, previous = state.call.get(), state.previous
+    assert call is not None
+    exact = previous.backend if previous.is_dispatched else AttentionBackendName.NATIVE
+    return masked_attention(
+        query,
+        key,
+        value,
+        mask if mask.dtype == torch.bool else as_attended(mask),
+        call.query_order,
+        grid.start,
+        grid.stop,
+        scale,
+        None if exact is None else exact.value,
+        **state.options(),
+    )
+
+
+def _groups(
+    mask: Any, query: Tensor, key: Tensor, value: Tensor, grid: slice
+) -> list[Group] | None:
+    """As `read_groups`; none if there is no mask, or compiled code reads it when it runs."""
+    if mask is None:
+        return []
+    if not torch.compiler.is_compiling():
+        return read_groups(mask, query, key, grid, keep=True)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    is_served = isinstance(mask, Tensor) and mask.ndim == 4 and not needs_grad
+    return [] if is_served else None
 
 
 def _exact_because(
@@ -195,66 +223,6 @@ def _grid(state: LayerState, key: Tensor) -> slice:
         num_beside = num_keys - call.query_order.shape[0]
     start = num_beside if call.beside_first else 0
     return slice(start, start + num_keys - num_beside)
-
-
-def _joint_attention(
-    state: LayerState,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grid: slice,
-    scale: float | None,
-) -> Tensor:
-    """AVQ for all queries; keys beside the grid's are sinks. All are (B, N + T, H, D)."""
-    beside = slice(0, grid.start) if grid.start else slice(grid.stop, key.shape[1])
-    has_sinks = beside.start < beside.stop
-    query, key, value = (as_attended(x).transpose(1, 2) for x in (query, key, value))
-    return state.attend(
-        query,
-        key[:, :, grid],
-        value[:, :, grid],
-        sink_key=key[:, :, beside] if has_sinks else None,
-        sink_value=value[:, :, beside] if has_sinks else None,
-        scale=scale,
-    ).transpose(1, 2)
-
-
-def _masked_attention(
-    state: LayerState,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grid: slice,
-    scale: float | None,
-    seen: Tensor,
-) -> Tensor:
-    """`_joint_attention` without the tokens that are not `seen` (B or 1, N + T).
-
-    Their outputs are zero. Batch entries with the same tokens run together.
-    """
-    has_all_queries, output = query.shape[1] == key.shape[1], torch.empty_like(query)
-    patterns, pattern_of = seen.unique(dim=0, return_inverse=True)
-    for place, pattern in enumerate(patterns):
-        num_tokens, num_before = int(pattern.sum()), int(pattern[: grid.start].sum())
-        # Slices, which copy nothing, where they will do.
-        entries: Tensor | slice = slice(None)
-        if len(patterns) > 1:
-            entries = (pattern_of == place).nonzero().flatten().to(query.device)
-        tokens: Tensor | slice = slice(num_tokens)
-        if not pattern[:num_tokens].all():
-            tokens = pattern.nonzero().flatten().to(query.device)
-        queries = tokens if has_all_queries else slice(None)
-        output_of_entries = torch.zeros_like(query[entries])
-        output_of_entries[:, queries] = _joint_attention(
-            state,
-            query[entries][:, queries],
-            key[entries][:, tokens],
-            value[entries][:, tokens],
-            slice(num_before, num_before + grid.stop - grid.start),
-            scale,
-        )
-        output[entries] = output_of_entries
-    return output
 
 
 class DispatchHost(Host):

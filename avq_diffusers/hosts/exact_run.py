@@ -27,11 +27,12 @@ class ExactRun:
     Args:
         parts: number of equal parts of the training timesteps to keep apart.
         weights: weight of a call's error, by training timestep; None weights all calls equally.
-        bar: advances by one per exact call.
+        bar: advances by one per exact call, and shows the number of repeated ones.
 
     Attributes:
         start: the timestep at which the current part begins.
         weight: weight of the current call's error.
+        repeated: number of repeated calls.
         number: index of the current call, over all examples.
         example: index of the current example.
         depth: nesting depth of model calls.
@@ -43,6 +44,7 @@ class ExactRun:
         self.starts = {start: start for start in starts}
         self.weights = weights
         self.bar = bar
+        self.repeated = 0
         self.start = NUM_TRAIN_TIMESTEPS
         self.weight = 1.0
         self.number = -1
@@ -70,6 +72,8 @@ class ExactRun:
                     exact = _tensors_of(output)
 
                     def repeat(trial: Trial) -> float:
+                        self.repeated += 1
+                        self.bar.set_postfix(repeated=self.repeated)
                         self.trial = trial
                         try:
                             return squared(_tensors_of(model(*args, **kwargs)), exact)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from avq_diffusers.hosts.reading import read_once
 from avq_diffusers.hosts.state import REST, Grid
 
 SEVERAL, NO_GRID = "several images", "no grid"
@@ -98,10 +98,6 @@ def _list_of_latents(config: Arguments, arguments: Arguments) -> Grid:
     return frames // frame_patch, height // patch, width // patch
 
 
-# Pipelines pass the same position ids at every step, and reading them synchronises the device.
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
 def _read_once(ids: Tensor, read: Callable[[], Grid]) -> Grid:
     """`read()`, cached until these position ids change."""
     if torch.compiler.is_exporting():
@@ -109,13 +105,7 @@ def _read_once(ids: Tensor, read: Callable[[], Grid]) -> Grid:
             "torch.export cannot read the position ids that AVQ takes the grid from; call "
             "remove_avq(pipe) to export exact attention."
         )
-    if ids.is_inference():  # no version counter
-        return read()
-    version, grid = _read.get(ids, (None, NO_GRID))
-    if version != ids._version:
-        grid = read()
-        _read[ids] = ids._version, grid
-    return grid
+    return read_once(ids, read)
 
 
 def _position_ids(config: Arguments, arguments: Arguments, name: str = "img_ids") -> Grid:

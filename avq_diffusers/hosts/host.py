@@ -326,7 +326,7 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
             # In case the model is compiled before its first call.
             images = torch.empty(host.usual_batch, 1, 1, dtype=dtype, device=device)
             workload = state.workload(images, state.config.sizes)
-            state.route.learn(workload, device, measure=False)
+            state.route.learn(workload, device)
     others = Others(host, [*states])
     for caller, layers in by_caller.items():
         hooks = vars(caller)[ATTRIBUTE] = Hooks(host.watch(layers, others))

@@ -12,7 +12,7 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.grids import READS_THE_GRID, latent_grid
+from avq_diffusers.hosts.grids import READS_THE_GRID, TEXT, latent_grid, parameters_of
 from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
@@ -150,9 +150,14 @@ class _TransformerWatch(Watch):
 
     @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        grid = latent_grid(caller.config, {"hidden_states": hidden_states})
-        self.enter(caller, Tokens(hidden_states, hidden_states.dtype, grid))
+        arguments = {**dict(zip(parameters_of(type(caller).forward), args, strict=False)), **kwargs}
+        hidden_states = arguments["hidden_states"]
+        grid = latent_grid(caller.config, arguments)
+        num_text = TEXT(arguments, 0)[""]
+        # "attn2" first: "attn" begins its name, too.
+        names = [layer.name for layer in reversed(self.layers)]
+        beside = {name: 0 if name.endswith("attn2") else num_text for name in names}
+        self.enter(caller, Tokens(hidden_states, hidden_states.dtype, grid, beside))
 
 
 JOINT = JointHost()

@@ -3,23 +3,189 @@
 Shapes: B batch, Q queries, K keys, which are a grid's tokens and others before or after them.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
+
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.hosts.reading import read_once
+from avq_diffusers.hosts.state import orders
 
 HIDDEN = -1e4  # at most that a mask of numbers adds to the logits of a hidden key
 
 
-def seen_tokens(mask: Any, query: Tensor, key: Tensor, grid: slice) -> Tensor | None:
+class Group(NamedTuple):
+    """Batch entries that see the same keys. Slices, which copy nothing, stand where they will do.
+
+    Attributes:
+        entries: of the batch.
+        tokens: which keys they see.
+        grid: where the keys of the grid are among these.
+    """
+
+    entries: Tensor | slice
+    tokens: Tensor | slice
+    grid: slice
+
+
+def joint_attention(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grid: slice,
+    scale: float | None,
+    groups: Sequence[Group] = (),
+) -> Tensor:
+    """AVQ for all queries; keys beside the grid's are sinks.
+
+    Args:
+        attend: `LayerState.attend`.
+        query: (B, Q, H, D), of all tokens or of the grid's.
+        key, value: (B, K, H, D).
+        grid: where the keys of the grid are.
+        scale: as for `avq_attention`.
+        groups: which run without the tokens that they do not see, whose outputs are zero; empty if
+            all see all.
+
+    Returns:
+        (B, Q, H, D).
+    """
+    if groups:
+        has_all_queries, output = query.shape[1] == key.shape[1], query.new_empty(query.shape)
+        for entries, tokens, seen_grid in groups:
+            queries = tokens if has_all_queries else slice(None)
+            of_entries = torch.zeros_like(query[entries])
+            q, (k, v) = query[entries][:, queries], (x[entries][:, tokens] for x in (key, value))
+            of_entries[:, queries] = joint_attention(attend, q, k, v, seen_grid, scale)
+            output[entries] = of_entries
+        return output
+    beside = slice(0, grid.start) if grid.start else slice(grid.stop, key.shape[1])
+    has_sinks = beside.start < beside.stop
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return attend(
+        query,
+        key[:, :, grid],
+        value[:, :, grid],
+        sink_key=key[:, :, beside] if has_sinks else None,
+        sink_value=value[:, :, beside] if has_sinks else None,
+        scale=scale,
+    ).transpose(1, 2)
+
+
+# No CUDA graph can hold what reads a mask.
+@torch.library.custom_op(
+    "avq_diffusers::masked_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor order, SymInt start, "
+    "SymInt stop, float? scale, str? exact_backend, *, SymInt num_parents, SymInt num_children, "
+    "SymInt num_refined, SymInt exact_keys, str codewords, SymInt num_updates, SymInt query_tile, "
+    "str backend) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    order: Tensor,
+    start: int,
+    stop: int,
+    scale: float | None,
+    exact_backend: str | None,
+    **options: Any,
+) -> Tensor:
+    """The attention of compiled code, which cannot read a mask, where no gradient is needed.
+
+    Args:
+        query, key, value: as for `joint_attention`.
+        mask: as for `seen_tokens`; with others, exact attention runs.
+        order: (N,) query order of the grid.
+        start, stop: where the keys of the grid are.
+        scale: as for `avq_attention`.
+        exact_backend: of diffusers; None is the active one.
+        **options: `LayerState.options`.
+
+    Returns:
+        (B, Q, H, D).
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
+        of_call = orders(order, query, key, text_first=start > 0)
+        return avq_attention(query, key, value, **others, **of_call, **options)
+
+    grid = slice(start, stop)
+    # Compiled code writes new masks to the memory of old ones.
+    groups = read_groups(mask, query, key, grid, keep=False)
+    if groups is not None:
+        return joint_attention(attend, query, key, value, grid, scale, groups)
+    backend = None if exact_backend is None else AttentionBackendName(exact_backend)
+    exact = dispatch_attention_fn(query, key, value, mask, scale=scale, backend=backend)
+    return exact.contiguous()
+
+
+@masked_attention.register_fake
+def _(query: Tensor, *others: Any, **options: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def read_groups(
+    mask: Any, query: Tensor, key: Tensor, grid: slice, *, keep: bool
+) -> list[Group] | None:
+    """Batch entries by the keys that they see; none if all see all.
+
+    A mask is read on the host, so not while a CUDA graph is captured.
+
+    Args:
+        mask, query, key, grid: as for `seen_tokens`. Masks that are no tensors, such as those of
+            FlexAttention, may do more than hide keys.
+        keep: whether other layers will ask for the same mask.
+
+    Returns:
+        The groups; None if a mask does more than hide some keys beside the grid's.
+    """
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if not keep:
+        return _groups(mask, query, key, grid)
+    tokens = query.shape[:2], key.shape[1], grid.start, grid.stop, query.device
+    return read_once(mask, partial(_groups, mask, query, key, grid), *tokens)
+
+
+def _groups(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> list[Group] | None:
+    seen, groups = seen_tokens(mask, query, key, grid), []
+    if seen is None:
+        return None
+    if seen.all():
+        return []
+    patterns, pattern_of = seen.unique(dim=0, return_inverse=True)
+    for place, pattern in enumerate(patterns):
+        num_tokens, num_before = int(pattern.sum()), int(pattern[: grid.start].sum())
+        entries: Tensor | slice = slice(None)
+        if len(patterns) > 1:
+            entries = (pattern_of == place).nonzero().flatten().to(query.device)
+        tokens: Tensor | slice = slice(num_tokens)
+        if not pattern[:num_tokens].all():
+            tokens = pattern.nonzero().flatten().to(query.device)
+        seen_grid = slice(num_before, num_before + grid.stop - grid.start)
+        groups.append(Group(entries, tokens, seen_grid))
+    return groups
+
+
+def seen_tokens(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> Tensor | None:
     """Which keys a batch entry sees; None if a mask does more than hide some beside the grid's.
 
-    What hidden tokens see is left open: their outputs reach nothing that is seen. A mask is read on
-    the host, so not in compiled code or while a CUDA graph is captured.
+    What hidden tokens see is left open: their outputs reach nothing that is seen.
 
     Args:
         mask: (B or 1, 1, Q or 1, K), also expanded, or (B, K), True where a key is seen, or added
-            to logits. Others, such as those of FlexAttention, may do more.
+            to logits.
         query: (B, Q, H, D), of all tokens or of the grid's.
         key: (B, K, H, D).
         grid: where the keys of the grid are.
@@ -27,11 +193,9 @@ def seen_tokens(mask: Any, query: Tensor, key: Tensor, grid: slice) -> Tensor | 
     Returns:
         (B or 1, K) bool on the CPU.
     """
-    if not isinstance(mask, Tensor) or torch.compiler.is_compiling():
-        return None
     if mask.ndim == 2:
         mask = mask[:, None, None]
-    if mask.ndim != 4 or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if mask.ndim != 4:
         return None
     (batch, num_queries), num_keys = query.shape[:2], key.shape[1]
     for axis in (1, 2):

@@ -3,14 +3,15 @@
 AVQ costs O(N) with a larger constant than the O(N^2) of exact attention, so each workload has a
 number of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost
 the host time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` holds the
-numbers that were measured for the package. Others are measured at the first call and kept in the
-user's cache folder, as are the times among which a tolerance chooses.
+numbers that were measured for the package. On other GPUs they are enclosed step by step: a call of
+a size about which nothing is known is measured first, which takes seconds and says so, and what it
+shows is kept in the user's cache folder, as are the times among which a tolerance chooses.
 """
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +21,17 @@ import torch.nn.functional as F
 from filelock import FileLock
 from platformdirs import user_cache_path
 from torch import Tensor
+from tqdm import tqdm
 
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.config import Sizes, check_int
 from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
-TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 NEVER = 2**31
 _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
+_LONG = 10.0  # milliseconds of a call that is timed alone: launches cost nothing beside it
+_MOST_LOGITS = 2**31  # of exact attention; of a larger one, some heads are timed
 # What an eager call of AVQ costs a step, as a multiple of its own time. SD1.5's step at 512 pixels
 # waits for the host and gets slower by AVQ, whose calls alone take .4 of exact attention's time.
 _EAGER_COST = 3
@@ -80,15 +82,49 @@ class Workload:
 
 
 class BreakEven(NamedTuple):
-    """The numbers of tokens from which AVQ is faster.
+    """The numbers of tokens from which AVQ is faster, and up to which exact attention is.
+
+    Nothing is known of numbers between. They are of eager calls, each of which the host launches,
+    and of compiled code, whose launches cost the host little.
 
     Attributes:
-        eager: if the host launches every call.
-        compiled: in compiled code, whose launches cost the host little.
+        eager, compiled: from which AVQ is faster.
+        eager_exact, compiled_exact: up to which exact attention is; `NEVER` leaves nothing between.
     """
 
     eager: int
     compiled: int
+    eager_exact: int = NEVER
+    compiled_exact: int = NEVER
+
+    def unknown(self, num_tokens: int) -> list[str]:
+        """Which of `"eager"` and `"compiled"` such a number is between."""
+        names = {"eager": self.eager_exact, "compiled": self.compiled_exact}
+        return [name for name, exact in names.items() if exact < num_tokens < getattr(self, name)]
+
+    def learned(self, num_tokens: int, is_faster: Mapping[str, bool]) -> "BreakEven":
+        """What is known after AVQ was or was not faster with so many tokens."""
+        found = {
+            name if faster else f"{name}_exact": num_tokens for name, faster in is_faster.items()
+        }
+        return self._replace(**found)
+
+
+NOTHING_KNOWN = BreakEven(NEVER, NEVER, 0, 0)
+
+
+class Trial(NamedTuple):
+    """The calls of a layer, for a measurement on random tokens: the same kernels run.
+
+    Attributes:
+        attend: `LayerState.attend` in a call of the model.
+        shape: (B, N + T, H, D).
+        num_tokens: N, of the grid.
+    """
+
+    attend: Callable[..., Tensor]
+    shape: tuple[int, int, int, int]
+    num_tokens: int
 
 
 class LayerRoute:
@@ -96,15 +132,13 @@ class LayerRoute:
 
     Attributes:
         route: as in `apply_avq`.
-        num_heads: of the layer.
         break_even: what was learned.
         chosen_at: the number of tokens at which AVQ was measured and chosen within a tolerance.
             Then no break-even is learned.
     """
 
-    def __init__(self, route: str | int, num_heads: int) -> None:
+    def __init__(self, route: str | int) -> None:
         self.route = route
-        self.num_heads = num_heads
         self.break_even: dict[Workload, BreakEven] = {}
         self.chosen_at: int | None = None
 
@@ -117,17 +151,21 @@ class LayerRoute:
             return self.chosen_at
         return 0
 
-    def learn(self, workload: Workload, device: torch.device, *, measure: bool) -> None:
+    def learn(self, workload: Workload, device: torch.device, trial: Trial | None = None) -> None:
         """Find out from how many tokens on AVQ is faster on a GPU; elsewhere AVQ always runs.
 
-        With `measure`, what nobody has measured is measured, unless a CUDA graph is being captured.
+        If nobody knows for the number of tokens of the trial, it is measured, unless a CUDA graph
+        is being captured.
         """
         is_open = self.route == "fastest" and self.chosen_at is None
-        if not is_open or device.type != "cuda" or workload in self.break_even:
+        if not is_open or device.type != "cuda":
+            return
+        learned = self.break_even.get(workload)
+        if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
             return
         found: BreakEven | None
-        if measure and not torch.cuda.is_current_stream_capturing():
-            found = break_even(workload, device, self.num_heads)
+        if trial is not None and not torch.cuda.is_current_stream_capturing():
+            found = break_even(workload, device, trial)
         else:
             found = known_break_even(workload, device)
         if found is not None:
@@ -150,38 +188,37 @@ def known_break_even(workload: Workload, device: torch.device) -> BreakEven | No
     return None if found is None else BreakEven(**found)
 
 
-def break_even(workload: Workload, device: torch.device, num_heads: int) -> BreakEven:
-    """The break-even of a workload; an unknown one is measured on tokens of so many heads."""
-    known = known_break_even(workload, device)
-    if known is not None:
+def break_even(workload: Workload, device: torch.device, trial: Trial) -> BreakEven:
+    """The break-even of a workload, known for the number of tokens of the trial."""
+    known = known_break_even(workload, device) or NOTHING_KNOWN
+    unknown = known.unknown(trial.num_tokens)
+    if not unknown:
         return known
-    measured = measure_break_even(workload, device, num_heads)
-    _table()[workload.key(device)] = measured._asdict()
-    _keep(workload.key(device), measured._asdict())
-    return measured
+    found = known.learned(trial.num_tokens, measure(unknown, workload.dtype, device, trial))
+    _table()[workload.key(device)] = found._asdict()
+    _keep(workload.key(device), found._asdict())
+    return found
 
 
 @torch.no_grad()
-def measure_break_even(workload: Workload, device: torch.device, num_heads: int) -> BreakEven:
-    """The smallest of `TOKENS` from which AVQ is never slower; `NEVER` if it loses at the last.
+def measure(
+    names: Sequence[str], dtype: torch.dtype, device: torch.device, trial: Trial
+) -> dict[str, bool]:
+    """Whether AVQ is not slower, by `"eager"` and `"compiled"`; it takes at most some 3 s.
 
     An eager call of AVQ keeps the host busy for longer than the call alone shows, so it counts
-    more. Tokens lie as a layer of `num_heads` heads has them, so that its calls use the same
-    kernels.
+    more.
     """
-    least = {"eager": NEVER, "compiled": NEVER}
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     costs = {"eager": _EAGER_COST, "compiled": 1}
-    for num_tokens in reversed(TOKENS):
-        avq, exact = _both_attentions(workload, num_tokens, device, num_heads)
-        # Events and graphs belong to the current GPU.
-        with torch.accelerator.device_index(device.index):
-            for name in list(timers):
-                if costs[name] * timers[name](avq) > timers[name](exact):
-                    del timers[name]
-                else:
-                    least[name] = num_tokens
-    return BreakEven(**least)
+    avq, exact, share = _both_attentions(dtype, device, trial)
+    text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
+    # Events and graphs belong to the current GPU.
+    with torch.accelerator.device_index(device.index):
+        return {
+            name: costs[name] * share * timers[name](avq) <= timers[name](exact)
+            for name in tqdm(names, text)
+        }
 
 
 def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tensor]) -> float:
@@ -196,25 +233,30 @@ def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tens
 
 
 def _both_attentions(
-    workload: Workload, num_tokens: int, device: torch.device, num_heads: int
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """AVQ and exact attention of the same random tokens."""
+    dtype: torch.dtype, device: torch.device, trial: Trial
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor], float]:
+    """AVQ of random tokens, exact attention of some of their heads, and the share of these."""
     generator = torch.Generator(device).manual_seed(0)
-    batch = max(1, workload.batch_heads // num_heads)
-    size = (3, batch, num_tokens, num_heads, workload.head_dim)
-    tokens = torch.randn(size, generator=generator, device=device).to(workload.dtype)
+    tokens = torch.randn(3, *trial.shape, generator=generator, device=device, dtype=dtype)
     query, key, value = tokens.transpose(2, 3)
+    batch, num_all, num_heads, _ = trial.shape
+    grid, beside = slice(trial.num_tokens), slice(trial.num_tokens, None)
+    has_sinks = num_all > trial.num_tokens
     avq = partial(
-        avq_attention,
+        trial.attend,
         query,
-        key,
-        value,
-        **asdict(workload.sizes),
-        query_tile=workload.query_tile,
-        num_updates=workload.num_updates,
-        query_order=torch.arange(num_tokens, device=device),
+        key[:, :, grid],
+        value[:, :, grid],
+        sink_key=key[:, :, beside] if has_sinks else None,
+        sink_value=value[:, :, beside] if has_sinks else None,
     )
-    return avq, partial(F.scaled_dot_product_attention, query, key, value)
+    rows = max(1, _MOST_LOGITS // num_all**2)
+    if rows >= batch * num_heads:
+        return avq, partial(F.scaled_dot_product_attention, query, key, value), 1.0
+    timed = slice(min(rows, num_heads))
+    part = (x[:1, timed] for x in (query, key, value))
+    share = timed.stop / (batch * num_heads)
+    return avq, partial(F.scaled_dot_product_attention, *part), share
 
 
 def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
@@ -224,12 +266,29 @@ def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
         for _ in range(_CALLS):
             function()
 
-    return _milliseconds(calls)
+    return _milliseconds(function, lambda: calls)
 
 
 def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
     """The mean time of a call in a CUDA graph, in the best round."""
-    function()
+    return _milliseconds(function, partial(_captured, function))
+
+
+def _milliseconds(
+    function: Callable[[], Tensor], make_calls: Callable[[], Callable[[], None]]
+) -> float:
+    """The mean time of calls in the best round; of long calls, that of the best."""
+    function()  # warms up, and compiles
+    once = _elapsed(function)
+    if once > _LONG:
+        return min(once, *(_elapsed(function) for _ in range(_ROUNDS - 1)))
+    calls = make_calls()
+    calls()
+    return min(_elapsed(calls) for _ in range(_ROUNDS)) / _CALLS
+
+
+def _captured(function: Callable[[], Tensor]) -> Callable[[], None]:
+    """Calls in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     # The default capture stream belongs to the GPU that captured first.
     stream = torch.cuda.Stream()
@@ -237,20 +296,17 @@ def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             function()
-    return _milliseconds(graph.replay)
+    return graph.replay
 
 
-def _milliseconds(calls: Callable[[], None]) -> float:
-    calls()  # warms up
-    times = []
-    for _ in range(_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        calls()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / _CALLS)
-    return min(times)
+def _elapsed(calls: Callable[[], Any]) -> float:
+    """Milliseconds on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    calls()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 @cache
@@ -279,7 +335,7 @@ def _is_valid(entry: object) -> bool:
         return 0 < entry < math.inf
     return (
         isinstance(entry, dict)
-        and entry.keys() == set(BreakEven._fields)
+        and {"eager", "compiled"} <= entry.keys() <= set(BreakEven._fields)
         and all(type(tokens) is int for tokens in entry.values())
     )
 

@@ -20,7 +20,7 @@ from avq_diffusers.hosts.interception import backend_interception, score_interce
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec, Replaced
 from avq_diffusers.hosts.per_thread import PerThread
-from avq_diffusers.hosts.routing import LayerRoute, Workload, next_power_of_two
+from avq_diffusers.hosts.routing import LayerRoute, Trial, Workload, next_power_of_two
 
 AVQ_CALL = "AVQ"
 OUTSIDE = "outside a call of the model"
@@ -109,7 +109,7 @@ class LayerState(Replaced):
         super().__init__(None)
         self.config = config
         self.weights = weights
-        self.route = LayerRoute(route, layer.num_heads)
+        self.route = LayerRoute(route)
         self.backend = backend
         self.num_heads = layer.num_heads
         self.head_dim = layer.head_dim
@@ -158,10 +158,12 @@ class LayerState(Replaced):
         if not self.enabled:
             exact_because = DISABLED
         chosen = sizes or self.config.sizes
-        self.call.set(Call(order, chosen, exact_because, _backward(), num_beside, beside_first))
+        call = Call(order, chosen, exact_because, _backward(), num_beside, beside_first)
+        self.call.set(call)
         self.weights.move_to(device, dtype)
         if sizes is not None and not torch.compiler.is_compiling():
-            self.route.learn(self.workload(hidden_states, chosen), device, measure=True)
+            workload = self.workload(hidden_states, chosen)
+            self.route.learn(workload, device, self._trial(call, int(hidden_states.shape[0])))
 
     def enter_without_grid(self, exact_because: str) -> None:
         """Begin a call whose grid is not known yet, or not at all."""
@@ -256,6 +258,19 @@ class LayerState(Replaced):
             return "faster"
         return None
 
+    def _trial(self, call: Call, batch: int) -> Trial | None:
+        """What measures the present call; None if it may not run AVQ, or other than usual."""
+        is_usual = self.function is None and self.backend == "auto"
+        if not is_usual or call.exact_because or call.query_order is None:
+            return None
+        num_tokens = call.query_order.shape[0]
+        if not self._has_keys_for(call.sizes, num_tokens):
+            return None
+        # Kernels are the same for one token and for all that a layer's sequence may have.
+        num_beside = 1 if call.num_beside == REST else call.num_beside
+        shape = batch, num_tokens + num_beside, self.num_heads, self.head_dim
+        return Trial(self.attend, shape, num_tokens)
+
     def _has_keys_for(self, sizes: Sizes, num_tokens: int) -> bool:
         """Whether so many tokens are enough for the codewords that are taken from their keys."""
         is_own = self.function is None and self.weights.codebook is None
@@ -288,6 +303,28 @@ class LayerState(Replaced):
 
         `query` has the grid's N tokens, or N + T with those of a text; the output is a view of
         memory (B, N, H, D) or (B, N + T, H, D).
+        """
+        options, call = self.options(), self.call.get()
+        assert call is not None
+        assert call.query_order is not None
+        attend = attention_and_backend if self.function is None else self.function
+        output, backend = attend(
+            query,
+            key,
+            value,
+            self.weights.codebook,
+            sink_key=sink_key,
+            sink_value=sink_value,
+            scale=scale,
+            **orders(call.query_order, query, key, text_first=call.beside_first),
+            **options,
+        )
+        if not torch.compiler.is_compiling():
+            self.last_backend = backend
+        return output
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `avq_attention` in the present call that are no tensors.
 
         Raises:
             NotImplementedError: ONNX exports the model.
@@ -298,34 +335,16 @@ class LayerState(Replaced):
             )
         config, call = self.config, self.call.get()
         assert call is not None
-        queries = keys = call.query_order
-        if queries is not None and query.shape[2] > key.shape[2]:
-            num_beside = query.shape[2] - key.shape[2]
-            queries = joint_order(queries, num_beside, text_first=call.beside_first)
-        attend = attention_and_backend if self.function is None else self.function
-        output, backend = attend(
-            query,
-            key,
-            value,
-            self.weights.codebook,
-            num_parents=call.sizes.num_parents,
-            num_children=call.sizes.num_children,
-            num_refined=call.sizes.num_refined,
-            codewords=config.codewords,
-            num_updates=config.num_updates,
-            exact_keys=call.sizes.exact_keys,
-            sink_key=sink_key,
-            sink_value=sink_value,
-            query_tile=config.query_tile,
-            # Parts of a model may be on other devices than its input.
-            query_order=None if queries is None else queries.to(query.device),
-            key_order=None if keys is None else keys.to(query.device),
-            scale=scale,
-            backend=self.backend,
-        )
-        if not torch.compiler.is_compiling():
-            self.last_backend = backend
-        return output
+        return {
+            "num_parents": call.sizes.num_parents,
+            "num_children": call.sizes.num_children,
+            "num_refined": call.sizes.num_refined,
+            "exact_keys": call.sizes.exact_keys,
+            "codewords": config.codewords,
+            "num_updates": config.num_updates,
+            "query_tile": config.query_tile,
+            "backend": self.backend,
+        }
 
     def refuse_replica(self, module: nn.Module) -> None:
         """Refuse a copy of `nn.DataParallel` of the module that begins the layer's calls.
@@ -348,6 +367,22 @@ class LayerState(Replaced):
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
             self.last_call = call
+
+
+def orders(order: Tensor, query: Tensor, key: Tensor, *, text_first: bool) -> dict[str, Any]:
+    """The orders of `avq_attention` for the keys of a grid, and queries of a text beside it.
+
+    Args:
+        order: (N,) of the grid.
+        query: (B, H, N or N + T, D).
+        key: (B, H, N, D).
+        text_first: whether the text is before the grid.
+    """
+    queries, num_text = order, query.shape[2] - key.shape[2]
+    if num_text:
+        queries = joint_order(order, num_text, text_first=text_first)
+    # Parts of a model may be on other devices than its input.
+    return {"query_order": queries.to(query.device), "key_order": order.to(query.device)}
 
 
 def with_sinks(

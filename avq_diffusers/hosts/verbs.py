@@ -74,11 +74,12 @@ def apply_avq(
     Qwen-Image, Z-Image), CLS and register tokens. Text queries use AVQ too.
 
     Calls that AVQ cannot serve run the layer's previous attention, and `summary` says why: calls
-    with masks, merged or dropped tokens or reference images, calls of a block outside its model,
-    and all calls while another tool acts on attention scores (perturbed-attention guidance, a
-    replaced `scaled_dot_product_attention`, `with attention_backend(...)`). A layer keeps any
-    attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is set
-    before or after; a warning names these layers.
+    with masks that do more than hide a text's padding, with merged or dropped tokens or reference
+    images, calls of a block outside its model, and all calls while another tool acts on attention
+    scores (perturbed-attention guidance, a replaced `scaled_dot_product_attention`, `with
+    attention_backend(...)`). Compiled training runs exact attention with any mask. A layer keeps
+    any attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is
+    set before or after; a warning names these layers.
 
     With a tolerance, layers get the fastest sizes, or exact attention, that keep the model's output
     error within it. `measure_error` first measures the model on `prompt` or `pixel_values` and
@@ -110,9 +111,9 @@ def apply_avq(
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as in `avq_attention`.
         route: `"fastest"` runs exact attention where it is faster on this GPU at this number of
-            tokens, according to a table in the package, or a measurement that takes seconds and is
-            cached in the user's cache folder. `"always"` runs AVQ. A number runs AVQ from that many
-            tokens on.
+            tokens, according to a table in the package, or a measurement at the first such call,
+            which takes at most about 3 s with a progress bar and is cached in the user's cache
+            folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.
         **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
 
     Returns:

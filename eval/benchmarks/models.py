@@ -7,11 +7,14 @@ model's. Off CUDA, a tiny network of the same kind takes the place of one with r
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from diffusers import (
     FluxTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    MiniMaxH3Transformer3DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
     WanTransformer3DModel,
@@ -28,8 +31,14 @@ TIMESTEP = 150  # late, where trained attention does most
 TEXT_TOKENS = 77
 POOLED_TEXT = 1280  # of SDXL's second text encoder
 SD3_TEXT = 77 + 256  # CLIP's tokens and T5's
-FLUX_TEXT = WAN_TEXT = 512
+FLUX_TEXT = WAN_TEXT = MINIMAX_TEXT = 512
+HUNYUAN_TEXTS = 1000, 256, 729  # tokens of a prompt, of glyphs in it, and of an image
 WAN_LATENTS = {480: (21, 60, 104), 720: (21, 90, 160)}  # of 81 frames, by lines
+HUNYUAN_LATENTS = {480: (31, 30, 53), 720: (31, 45, 80)}  # of 121 frames, by lines
+# Of 768 lines, by frames: patches of the video, and rows of its sound, at 24 frames and 2 x 40 rows
+# a second.
+MINIMAX_PATCHES = {124: (37, 24, 42), 345: (102, 24, 42)}
+MINIMAX_SOUND = {124: 414, 345: 1150}
 # In all of these the ones that a ratio needs come first, so that a run that is cut off has them.
 TRANSFORMER_METHODS = (
     *(CUDNN, "M64P16C8/own", LIMIT, "M128P32C8E1024/own", "M64P16C8E256/own", EXACT),
@@ -126,6 +135,65 @@ def wan_inputs(
     }
 
 
+def hunyuan_inputs(
+    config: Mapping[str, Any],
+    side: int,
+    batch: int,
+    normal: Normal,
+    latents: Mapping[int, tuple[int, int, int]] = HUNYUAN_LATENTS,
+    texts: tuple[int, int, int] = HUNYUAN_TEXTS,
+) -> Inputs:
+    """The same for HunyuanVideo 1.5, with texts and an image that fill their places."""
+    num_text, num_glyphs, num_image = texts
+    tensors = {
+        "hidden_states": normal(batch, config["in_channels"], *latents[side]),
+        "encoder_hidden_states": normal(batch, num_text, config["text_embed_dim"]),
+        "encoder_hidden_states_2": normal(batch, num_glyphs, config["text_embed_2_dim"]),
+        "image_embeds": normal(batch, num_image, config["image_embed_dim"]),
+    }
+    is_seen = torch.ones_like(tensors["encoder_hidden_states"][..., 0], dtype=torch.int64)
+    fixed = {
+        "timestep": TIMESTEP * torch.ones_like(tensors["encoder_hidden_states"][:, 0, 0]),
+        "encoder_attention_mask": is_seen,
+        "encoder_attention_mask_2": is_seen[:, :num_glyphs],
+    }
+    return tensors, fixed
+
+
+def minimax_inputs(
+    config: Mapping[str, Any],
+    frames: int,
+    batch: int,
+    normal: Normal,
+    patches: Mapping[int, tuple[int, int, int]] = MINIMAX_PATCHES,
+) -> Inputs:
+    """The same for MiniMax-H3, whose sequence is a text, a sound and the video."""
+    num_sound, sizes = MINIMAX_SOUND[frames], patches[frames]
+    patch_channels = config["in_channels"] * prod(config["patch_size"])
+    tensors = {
+        "hidden_states": normal(batch, prod(sizes), patch_channels),
+        "audio_hidden_states": normal(batch, num_sound, config["audio_in_channels"]),
+        "encoder_hidden_states": normal(batch, MINIMAX_TEXT, config["text_dim"]),
+    }
+    device = tensors["hidden_states"].device
+    video = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
+    video[:, 0] += MINIMAX_TEXT  # time goes on where the text ends
+    beside = video.new_zeros(MINIMAX_TEXT + num_sound, 3)
+    beside[:, 0] = torch.arange(len(beside), device=device)
+    rows = torch.arange(len(beside) + len(video), device=device)
+    text_rows, sound_rows, video_rows = rows.tensor_split([MINIMAX_TEXT, len(beside)])
+    fixed = {
+        "timestep": torch.full((1,), TIMESTEP / 1000, device=device),
+        "timestep_indices": torch.zeros_like(rows),
+        "token_tags": torch.where(rows < MINIMAX_TEXT, 1, torch.where(rows < len(beside), 2, 0)),
+        "position_ids": torch.cat([beside, video]),
+        "text_indices": text_rows,
+        "audio_indices": sound_rows,
+        "video_indices": video_rows,
+    }
+    return tensors, fixed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model whose network is timed.
@@ -135,7 +203,7 @@ class Model:
         kind: diffusers' class.
         config: its arguments.
         inputs: see `unet_inputs`.
-        sizes: default sides of the images in pixels, or lines of the videos.
+        sizes: default sides of the images in pixels, or lines or frames of the videos.
         stem: prefix of the result files.
         methods: default methods, the most important first.
         weights: folder with weights; None makes random ones.
@@ -144,6 +212,7 @@ class Model:
         multiple: a side must be a multiple of it; None if only the default sides are possible.
         part: other arguments for the few blocks that stand for all.
         times: all blocks over those of the part.
+        has_mask: whether its attention has a mask, which the host reads.
         tiny: fields of the model that stands for this one off CUDA, with further `config`.
     """
 
@@ -160,6 +229,7 @@ class Model:
     multiple: int | None = 64
     part: Mapping[str, Any] = field(default_factory=dict)
     times: float = 1
+    has_mask: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -250,6 +320,15 @@ TINY_TEXT = {"joint_attention_dim": 32, "pooled_projection_dim": 16}
 TINY_SD3 = {**TINY_HEADS, **TINY_LATENT, **TINY_TEXT, "caption_projection_dim": 32, "num_layers": 4}
 TINY_FLUX = {**TINY_HEADS, **TINY_TEXT, "in_channels": 4, "axes_dims_rope": (4, 6, 6)}
 TINY_WAN = {**TINY_HEADS, **TINY_LATENT, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64}
+TINY_HUNYUAN = {
+    **{**TINY_HEADS, **TINY_LATENT, "rope_axes_dim": (4, 6, 6)},
+    **{"text_embed_dim": 16, "text_embed_2_dim": 16, "image_embed_dim": 16},
+}
+TINY_MINIMAX = {
+    **{**TINY_HEADS, "in_channels": 4, "audio_in_channels": 4, "text_dim": 16, "hidden_size": 32},
+    **{"ffn_dim": 64, "freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 32},
+    "rope_freq_dim": 2,
+}
 
 
 def _transformer(name: str, **fields: Any) -> Model:
@@ -318,6 +397,37 @@ TRANSFORMERS = {
         tiny={
             "config": TINY_WAN,
             "inputs": partial(wan_inputs, latents={480: (3, 8, 12), 720: (3, 12, 20)}),
+        },
+    ),
+    "hunyuan15": _transformer(
+        "hunyuan15",
+        title="one block of HunyuanVideo 1.5",
+        kind=HunyuanVideo15Transformer3DModel,
+        config={"num_layers": 1, "num_refiner_layers": 0},  # the defaults have 54 blocks
+        inputs=hunyuan_inputs,
+        batch=1,
+        sizes=tuple(HUNYUAN_LATENTS),
+        multiple=None,
+        has_mask=True,
+        tiny={
+            "config": TINY_HUNYUAN,
+            "inputs": partial(
+                hunyuan_inputs, latents={480: (3, 4, 6), 720: (3, 6, 10)}, texts=(20, 8, 12)
+            ),
+        },
+    ),
+    "minimax-h3": _transformer(
+        "minimax-h3",
+        title="one block of MiniMax-H3",
+        kind=MiniMaxH3Transformer3DModel,
+        config={"num_layers": 1, "num_refiner_layers": 0},  # the defaults have 50 blocks
+        inputs=minimax_inputs,
+        batch=1,
+        sizes=tuple(MINIMAX_PATCHES),
+        multiple=None,
+        tiny={
+            "config": TINY_MINIMAX,
+            "inputs": partial(minimax_inputs, patches={124: (3, 4, 6), 345: (5, 4, 6)}),
         },
     ),
 }

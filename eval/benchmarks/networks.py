@@ -104,6 +104,8 @@ class NetworkBench(ABC):
         kind = timed_method(name).kind
         if mode == GRAPH and not self.cuda:
             return "CUDA graphs need a CUDA device"
+        if mode != EAGER and self.model.has_mask:
+            return "AVQ reads a mask on the host, in eager steps only"
         if kind in (*FORCED, *PEERS) and not self.cuda:
             return f"{method_label(name)} needs a CUDA device"
         return "tomesd is not installed" if kind == TOME and not find_spec("tomesd") else None

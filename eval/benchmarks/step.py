@@ -70,7 +70,7 @@ class Choice:
 
     Attributes:
         model: the model whose step is timed.
-        sizes: sides of the images, or lines of the videos.
+        sizes: sides of the images, or lines or frames of the videos.
         methods: methods, the most important first.
         modes: `"graph"`, `"compile"`, `"eager"`.
         seconds: seconds of steps per row; the second half counts.

@@ -157,14 +157,14 @@ def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> No
             str,
             typer.Option(
                 help="sd15 or sdxl, with random weights, or mini-sd, with its own; as transformers "
-                "sd35-medium, sd35-large, flux or wan, with random weights."
+                "sd35-medium, sd35-large, flux, wan, hunyuan15 or minimax-h3, with random weights."
             ),
         ] = usual,
         sizes: Annotated[
             str,
             typer.Option(
-                help="Sides of the image, or lines of the video, such as 512,1024; by default the "
-                "model's."
+                help="Sides of the image, or lines or frames of the video, such as 512,1024; by "
+                "default the model's."
             ),
         ] = "",
         methods: Annotated[

@@ -62,6 +62,14 @@ def keys_command(
     images: Annotated[
         int, typer.Option(min=1, max=3, help="Photographs, or prompts, to measure on.")
     ] = 2,
+    frames: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Make each photograph a camera's pan of so many frames, a stand-in for a video "
+            "whose tokens all attend to each other.",
+        ),
+    ] = 1,
     device: Device = "cpu",
     dtype: Dtype = None,
     output: Output = RESULTS,
@@ -86,13 +94,14 @@ def keys_command(
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):
-        rows += measure(subject_of(loaded, size, images, prompts), names)
-    device_type = device_of(device).type
+        rows += measure(subject_of(loaded, size, images, prompts, frames), names)
+    device_type, video = device_of(device).type, [f"{frames}_frames"] if frames > 1 else []
     publish(
-        result_path(output, "keys", model, device_type, *([dtype] if dtype else [])),
+        result_path(output, "keys", model, *video, device_type, *([dtype] if dtype else [])),
         keys_table(rows),
         device=device,
         num_images=images,
+        frames=frames,
         dtype=str(loaded.dtype),
         rows=rows,
     )

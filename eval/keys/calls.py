@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts import attention_replaced
+
+SINKS = "sink_key", "sink_value"
 
 
 class Call(NamedTuple):
@@ -56,12 +60,27 @@ class Call(NamedTuple):
         return F.scaled_dot_product_attention(*tensors, scale=self.scale)
 
 
+def joined(call: Call, frames: int) -> Call:
+    """A call on square frames (B * frames, H, N, D) as one on videos (B, H, frames * N, D)."""
+
+    def join(tokens: Tensor | None) -> Tensor | None:
+        if tokens is None:
+            return None
+        return tokens.unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
+
+    side = isqrt(call.num_tokens)
+    order = query_order(side, side, device=call.query.device, frames=frames)
+    tensors = {x: join(getattr(call, x)) for x in ("query", "key", "value", *SINKS)}
+    return call._replace(**tensors, query_order=order, key_order=order)
+
+
 def answered(
-    model: nn.Module, answer: Callable[[Call], Tensor], *, min_tokens: int
+    model: nn.Module, answer: Callable[[Call], Tensor], *, min_tokens: int, frames: int = 1
 ) -> AbstractContextManager[None]:
     """Let `answer` compute the layers that AVQ could run in, inside the `with` block.
 
-    Calls on grids of fewer tokens are exact, and so are those that AVQ would not serve.
+    Calls on grids of fewer tokens are exact, and so are those that AVQ would not serve. So many
+    `frames` of the batch are a video, whose tokens meet each other.
 
     Raises:
         TypeError: `model` has no such layer.
@@ -72,7 +91,9 @@ def answered(
     ) -> tuple[Tensor, str]:
         known = {name: options[name] for name in Call._fields if name in options}
         call = Call(layer, query, key, value, **known)
+        call = call if frames == 1 else joined(call, frames)
         output = answer(call) if call.num_tokens >= min_tokens else call.exact()
+        output = output.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1)
         return output.to(query.dtype), "eval"
 
     layers = select_layers(model)

@@ -134,7 +134,8 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
         return exact
 
-    with answered(subject.model, observe, min_tokens=min_tokens):
+    run_by = partial(answered, subject.model, min_tokens=min_tokens, frames=subject.frames)
+    with run_by(observe):
         outputs = [test() for test in tqdm(subject.tests, desc="layers")]
     if not errors:
         raise ValueError(
@@ -147,7 +148,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         progress = tqdm(methods.items(), desc=f"features, N = {num_tokens}")
         for (name, method), timing in zip(progress, times, strict=True):
             answer = partial(_answer, attentions[name], num_tokens)
-            with answered(subject.model, answer, min_tokens=min_tokens):
+            with run_by(answer):
                 pairs = zip(subject.tests, outputs, strict=True)
                 off = mean(distance(test(), output) for test, output in pairs)
             of_layers = {layer: mean(found[name]) for layer, found in layers.items()}

@@ -18,22 +18,28 @@ PHOTOGRAPHS = (
     "coins",
     "grass",
 )
+WINDOW = 0.75  # side of a frame of a pan, of the square that the camera passes over
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
-def photograph(name: str, size: int) -> Tensor:
+def photograph(name: str, size: int, frames: int = 1) -> Tensor:
     """The square centre of a photograph, resized: (1, 3, size, size), normalized as for ImageNet.
+
+    With `frames`, a pan of the camera over it, from corner to corner: (frames, 3, size, size).
 
     Raises:
         ImportError: scikit-image or scikit-learn is missing.
     """
     image = read_photograph(name)
-    side = min(image.size)
-    left, top = ((length - side) // 2 for length in image.size)
-    box = (left, top, left + side, top + side)
-    pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box), np.float32)
-    normalized = (torch.from_numpy(pixels / 255) - torch.tensor(MEAN)) / torch.tensor(STD)
-    return normalized.permute(2, 0, 1)[None]
+    square = min(image.size)
+    left, top = ((length - square) // 2 for length in image.size)
+    side = square if frames == 1 else WINDOW * square
+    pan = []
+    for shift in np.linspace(0, square - side, frames):
+        box = (left + shift, top + shift, left + shift + side, top + shift + side)
+        pan.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box)))
+    pixels = torch.from_numpy(np.stack(pan).astype(np.float32) / 255)
+    return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2)
 
 
 def read_photograph(name: str) -> Image.Image:

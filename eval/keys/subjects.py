@@ -36,12 +36,14 @@ class Subject:
         tests: each runs the model once, on inputs of its own, and returns its output: the last
             hidden states, or the predicted noise.
         calibrate: makes codebooks of a configuration by `avq_diffusers.calibrate`, on other images.
+        frames: entries of a batch that are a video.
     """
 
     model: nn.Module
     size: int
     tests: Sequence[Callable[[], Tensor]]
     calibrate: Callable[[AVQConfig], AVQCodebooks]
+    frames: int = 1
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
@@ -92,21 +94,31 @@ def takes_stored(model: Model) -> bool:
     return not isinstance(model, DiffusionPipeline) or has_unet(model)
 
 
-def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str]) -> Subject:
+def subject_of(
+    model: Model, size: int, num_images: int, prompts: Sequence[str], frames: int = 1
+) -> Subject:
     """Prepare a model for images of one size.
 
-    A vision model sees photographs. A pipeline makes images of prompts in a few steps, and three
+    A vision model sees photographs, or pans of a camera over them, whose frames attend to each
+    other. A pipeline makes images of prompts in a few steps, and three
     calls of its denoiser are the tests of an image.
 
     Args:
         num_images: how many photographs or prompts are tests; the rest are for calibration.
         prompts: for a pipeline.
+        frames: of a pan; 1 for photographs.
+
+    Raises:
+        ValueError: a pipeline is to have frames.
     """
     if not isinstance(model, DiffusionPipeline):
-        images = [vision_arguments(model, photograph(name, size)) for name in PHOTOGRAPHS]
+        images = [vision_arguments(model, photograph(name, size, frames)) for name in PHOTOGRAPHS]
         tests = [partial(_output, model, **image) for image in images[:num_images]]
         others = [image.pop("pixel_values") for image in images[num_images:]]
-        return Subject(model, size, tests, partial(_calibrate, model, others, **images[-1]))
+        fit = partial(_calibrate, model, others, **images[-1])
+        return Subject(model, size, tests, fit, frames)
+    if frames > 1:
+        raise ValueError(f"--frames is for vision models, but got {frames} of a pipeline.")
     denoiser, tests = network_of(model), []
     arguments = {"height": size, "width": size, "num_inference_steps": NUM_STEPS}
     for seed, prompt in enumerate(prompts[:num_images]):

@@ -84,6 +84,7 @@ def speed(folder: Path) -> Figures:
         with complete(path):
             name = file.document.get("unet") or file.document["model"]
             exact = file.rows.get(EXACT) or file.rows[CUDNN]
+            default = file.rows.get(TRANSFORMERS, {}).get("ms")
             size, mode = exact["size"], exact["mode"]
             step = {
                 "network": name.removesuffix(", random weights"),
@@ -92,7 +93,8 @@ def speed(folder: Path) -> Figures:
                 "avq": file.rows[AVQ]["ms"],
                 "gain": exact["ms"] / file.rows[AVQ]["ms"],
                 "exact_keys": file.rows.get(EXACT_KEYS, {}).get("ms"),
-                "transformers": file.rows.get(TRANSFORMERS, {}).get("ms"),
+                "transformers": default,
+                "transformers_gain": default and exact["ms"] / default,
                 "limit": file.rows[LIMIT]["ms"],
                 "run": MODES[mode],
                 "device": file.device,
@@ -112,22 +114,29 @@ def speed(folder: Path) -> Figures:
         "times as fast": figure("gain", ".2f"),
         "with 256 exact keys, ms": three_digits("exact_keys"),
         "128/32/8 with 1024, ms": three_digits("transformers"),
+        "times as fast with it": figure("transformers_gain", ".2f"),
         "limit, ms": three_digits("limit"),
         "run": "run",
         "GPU": "device",
     }
-    gains = [
-        f"- {network}: " + ", ".join(f"{row['gain']:.2f} at {row['image']}" for row in of_network)
-        for network, of_network in groupby(rows, itemgetter("network"))
-    ]
+    by_default = [row for row in rows if row["transformers"] is not None]
     values = {
         "table": rows_table(columns, rows),
-        "gains": "\n".join(gains),
+        "gains": _gains(rows, "gain"),
+        "by_default": _gains(by_default, "transformers_gain"),
         "over": max(row["avq"] / row["limit"] - 1 for row in rows),
     }
     bars = {f"{row['network']}, {row['image']}": row["gain"] for row in rows}
     draw = bars_plot("times as fast as exact attention", {"one denoising step": bars})
     return Figures(values, [row["path"] for row in rows], "speed.png", draw)
+
+
+def _gains(rows: Sequence[Row], name: str) -> str:
+    """A line of the list for each network."""
+    return "\n".join(
+        f"- {network}: " + ", ".join(f"{row[name]:.2f} at {row['image']}" for row in of_network)
+        for network, of_network in groupby(rows, itemgetter("network"))
+    )
 
 
 def quality(folder: Path) -> Figures:
@@ -182,7 +191,8 @@ def quality(folder: Path) -> Figures:
         values |= {name: f"{row['psnr_median']:.1f}", f"{name}_ms": number(row["ms"], ".1f")}
     bars: dict[str, dict[str, float]] = {}
     for row in rows:
-        levels = "all levels" if row["levels"] == "all" else f"levels {row['levels']}"
+        names = {"all": "all levels", "0": "level 0"}
+        levels = names.get(row["levels"], f"levels {row['levels']}")
         bars.setdefault(row["model"], {})[f"{row['attention']}, {levels}"] = row["psnr_median"]
     draw = bars_plot("PSNR to exact attention's images, dB", bars)
     return Figures(values, [*groups[0], *groups[1], newest, times], "quality_psnr.png", draw)

@@ -45,7 +45,7 @@ def transformer(request):
 
 
 def side_of(bench):
-    return 480 if bench.model.multiple is None else 64
+    return bench.model.sizes[0] if bench.model.multiple is None else 64
 
 
 def rows_of(bench, methods, mode="eager"):
@@ -60,31 +60,39 @@ def states(bench):
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "attentions"),
+    ("name", "billions", "attentions", "num_blocks"),
     [
-        ("sd15", 0.8595, 32),
-        ("sdxl", 2.5675, 140),
-        ("sd35-medium", 2.24, 37),
-        ("sd35-large", 8.06, 38),
-        ("flux", 11.90, 57),
-        ("wan", 14.29, 80),
+        ("sd15", 0.8595, 32, None),
+        ("sdxl", 2.5675, 140, None),
+        ("sd35-medium", 2.24, 37, None),
+        ("sd35-large", 8.06, 38, None),
+        ("flux", 11.90, 57, None),
+        ("wan", 14.29, 80, 40),
+        ("hunyuan15", 8.33, 54, 54),
+        ("minimax-h3", 33.12, 50, 50),
     ],
 )
-def test_the_configurations_are_those_of_the_models(name, billions, attentions):
-    """The published numbers of parameters; those of Wan for all blocks, of which one is timed."""
-    model, blocks = {**UNETS, **TRANSFORMERS}[name], {"num_layers": 40} if name == "wan" else {}
+def test_the_configurations_are_those_of_the_models(name, billions, attentions, num_blocks):
+    """The published numbers of parameters; those of videos for all blocks, of which one is timed,
+    and for the blocks that refine the text."""
+    model = {**UNETS, **TRANSFORMERS}[name]
+    rest = {"num_layers": num_blocks, "num_refiner_layers": 2} if num_blocks else {}
+    blocks = {x: n for x, n in rest.items() if x in model.config}
     with torch.device("meta"):
         whole = model.kind(**{**model.config, **blocks})
         part = model.kind(**{**model.config, **model.part})
     size = sum(x.numel() for x in whole.parameters()) / 1e9
     assert size == pytest.approx(billions, abs=0.0001 if model.is_unet else 0.01)
     counts = [
-        sum(x.endswith(("attn", "attn1", "attn2")) for x, _ in network.named_modules())
+        sum(
+            x.endswith(("attn", "attn1", "attn2")) and "refiner" not in x
+            for x, _ in network.named_modules()
+        )
         for network in (whole, part)
     ]
     assert counts[0] == attentions
     # What is multiplied has the attention of the whole within half a percent.
-    assert counts[1] * (40 if blocks else model.times) == pytest.approx(attentions, rel=0.005)
+    assert counts[1] * (num_blocks or model.times) == pytest.approx(attentions, rel=0.005)
     heads = {"sd15": {0: (8, 40), 1: (8, 80)}, "sdxl": {1: (10, 64), 2: (20, 64)}}
     if name in heads:
         layers = select_layers(whole, model.levels)

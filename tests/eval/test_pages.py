@@ -34,6 +34,8 @@ def test_new_results_make_new_pages(results, monkeypatch):
     document = json.loads((results / STEP).read_text())
     for row in document["rows"]:
         row["ms"] = {"exact": 1234.0, "limit": 90.0}.get(row["method"], 100.0)
+    default = document["rows"][0] | {"method": "M128P32C8E1024/own", "ms": 617.0}
+    document["rows"].append(default)
     document["environment"]["date"] = "9999-01-01"
     (results / "bench_unet_x_cuda.json").write_text(json.dumps(document))
     document["rows"] = [row | {"mode": "eager", "ms": 7.0} for row in document["rows"]]
@@ -48,7 +50,7 @@ def test_new_results_make_new_pages(results, monkeypatch):
     assert {path.stem for path in results.glob("*.md")} == {*PAGES}
     page = (results / "speed.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| SD1.5 | 1024²")]
-    assert row.split(" | ")[2:8] == ["1230", "100", "12.34", "-", "-", "90"]
+    assert row.split(" | ")[2:9] == ["1230", "100", "12.34", "-", "617", "2.00", "90"]
     assert "12.34 at 1024²" in page
     assert "at most 14% longer" in page
     hardware = (results / "hardware.md").read_text()

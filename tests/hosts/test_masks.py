@@ -1,12 +1,19 @@
 """Masks: hidden keys beside the grid's are left out, and calls with any other mask run exact."""
 
+from functools import partial
+
 import pytest
 import torch
 from checks import differ, kinds
+from hosts.zoo import padding, zoo_inputs, zoo_transformer
 from tiny_transformers import CONFIG, NUM_TEXT, inputs, predict, qwen_transformer
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 
-from avq_diffusers import apply_avq, remove_avq
-from avq_diffusers.hosts.masks import seen_tokens
+from avq_diffusers import apply_avq, remove_avq, summary
+from avq_diffusers.hosts import masks
+from avq_diffusers.hosts.masks import masked_attention, read_groups, seen_tokens
 
 GRID = slice(3, 8)  # behind three tokens of a text
 TEXT = torch.tensor([[True, True, False], [True, False, True]])
@@ -46,7 +53,6 @@ def test_hidden_text(mask):
         ROWS.repeat(1, 4, 1, 1),  # may differ by head
         ROWS[..., :1],
         KEYS[0],
-        "of another kind",
     ],
 )
 def test_other_masks(mask):
@@ -57,6 +63,88 @@ def test_queries_of_the_grid_only():
     """Catches a query of the grid that is taken for the key of its index, which is hidden."""
     assert torch.equal(seen(SQUARE[:, :, 3:], 5), KEYS)
     assert seen(changed(SQUARE[:, :, 3:], (0, 0, 2, 1)), 5) is None
+
+
+def test_layers_read_a_mask_once(monkeypatch):
+    """Catches a wait for the device in every layer."""
+    name, readings = "HunyuanVideoTransformer3DModel", []
+    monkeypatch.setattr(
+        masks, "seen_tokens", lambda *call: readings.append(call) or seen_tokens(*call)
+    )
+    model = apply_avq(zoo_transformer(name), CONFIG)
+    with torch.no_grad():
+        model(**zoo_inputs(name, model, 8, 12) | {"encoder_attention_mask": padding()})
+    assert [row.calls for row in summary(model).rows] == [{"AVQ": 1}] * 2
+    assert len(readings) == 1
+
+
+def test_what_was_read_of_a_mask(monkeypatch):
+    """Catches what was read of an earlier mask, another view or for another grid, in compiled code,
+    which tells no version, and while a CUDA graph is captured, in which it would stay."""
+    query, both = torch.empty(2, 8, 1, 8), torch.stack([ROWS, ROWS.flip(0)])
+
+    def read(mask, grid=GRID, keep=True):
+        return read_groups(mask, query, query, grid, keep=keep)
+
+    found = read(both[0])
+    assert read(both[0]) is found
+    for other in (read(both[1]), read(both[0], slice(4, 8)), read(both[0], keep=False)):
+        assert len(other) == 2
+        assert other is not found
+    both[0] = True
+    assert read(both[0]) == []
+    both[0, ..., 5] = False
+    assert read(both[0]) is None
+    with FakeTensorMode():
+        mask = torch.ones(2, 1, 1, 8, dtype=torch.bool, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert read(mask) is read("of another kind") is None
+
+
+@pytest.mark.parametrize("mask", [SQUARE, changed(ROWS, (1, ..., 5)), NUMBERS])
+@torch.no_grad()
+def test_the_operator_of_compiled_code(mask):
+    """Catches strides of another layout, AVQ with a mask that it does not serve, a hidden key that
+    is seen, and what was read of an earlier mask in the same memory."""
+    sizes = {"num_parents": 2, "num_children": 1, "num_refined": 2, "exact_keys": 8}
+    options = {"codewords": "means", "num_updates": 0, "query_tile": 16, "backend": "torch"}
+    query, key, value = torch.randn(3, 2, 2, 8, 16).transpose(2, 3)
+    memory, attend = mask.clone(), partial(masked_attention, **sizes, **options)
+    arguments = query, key, value, memory, torch.arange(5), GRID.start, GRID.stop, None, None
+    torch.library.opcheck(masked_attention, arguments, sizes | options)
+    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    exact = scaled_dot_product_attention(*rows, mask).transpose(1, 2)
+    seen_queries = KEYS if seen(mask) is not None else torch.ones_like(KEYS)
+    torch.testing.assert_close(attend(*arguments)[seen_queries], exact[seen_queries])
+    memory.numpy()[:] = mask.dtype == torch.bool  # compiled code changes no version
+    exact = scaled_dot_product_attention(*rows).transpose(1, 2)
+    torch.testing.assert_close(attend(*arguments), exact)
+
+
+def test_compiled():
+    """Catches graph breaks, a graph for each number of hidden tokens, exact attention, and
+    gradients that are lost."""
+    model, counter = qwen_transformer(), CompileCounter()
+    lengths, arguments = [(24, 12), (20, 7), (5, 5), (24, 24)], inputs(model)
+    of_prompts = [torch.arange(NUM_TEXT) < torch.tensor(pair)[:, None] for pair in lengths]
+
+    @torch.no_grad()
+    def run(model):
+        return [model(**arguments, encoder_hidden_states_mask=mask).sample for mask in of_prompts]
+
+    def gradient(model):
+        output = model(**arguments, encoder_hidden_states_mask=of_prompts[0]).sample
+        return torch.autograd.grad(output.square().sum(), model.img_in.weight)[0]
+
+    exact, exact_gradient = run(model), gradient(model)
+    eager = run(apply_avq(model, CONFIG))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for found, expected, without_avq in zip(run(compiled), eager, exact, strict=True):
+        torch.testing.assert_close(found, expected)
+        assert differ(found, without_avq)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(gradient(compiled), exact_gradient)
 
 
 def test_hidden_keys_are_left_out():

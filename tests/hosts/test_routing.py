@@ -2,33 +2,46 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, replace
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
-from checks import differ, runs
+from checks import calls, differ, runs
 from tiny import predict, small_unet
+from tiny_transformers import flux_transformer, sd3_transformer
+from tiny_transformers import predict as predict_tokens
 from torch._subclasses import FakeTensorMode
 
-from avq_diffusers import AVQConfig, apply_avq, select_layers, summary
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    avq_attention,
+    avq_disabled,
+    select_layers,
+    summary,
+)
 from avq_diffusers.config import Sizes
 from avq_diffusers.hosts import routing
+from avq_diffusers.hosts import state as states
 from avq_diffusers.hosts.routing import (
     NEVER,
-    TOKENS,
     BreakEven,
+    LayerRoute,
+    Trial,
     Workload,
     break_even,
     known_break_even,
-    measure_break_even,
+    measure,
 )
 
 WORKLOAD = Workload(
     16, 40, Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=0), 128, torch.float16
 )
-FOUND = BreakEven(eager=2048, compiled=512)
+NUM_TOKENS = 1024
+FOUND = BreakEven(NEVER, NUM_TOKENS, NUM_TOKENS, 0)  # between the two of `measured`
 KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
 
 
@@ -44,12 +57,22 @@ def cache_file(monkeypatch, tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The workloads that were measured; each gives FOUND."""
-    workloads = []
-    monkeypatch.setattr(
-        routing, "measure_break_even", lambda workload, *others: workloads.append(workload) or FOUND
-    )
-    return workloads
+    """What was measured on a GPU with break-evens of 2048 and 512 tokens."""
+    measurements, least = [], {"eager": 2048, "compiled": 512}
+
+    def measure(names, dtype, device, trial):
+        measurements.append((trial.num_tokens, *names))
+        return {name: trial.num_tokens >= least[name] for name in names}
+
+    monkeypatch.setattr(routing, "measure", measure)
+    return measurements
+
+
+def trial(num_tokens=NUM_TOKENS, attend=avq_attention):
+    return Trial(attend, (2, num_tokens, 8, 40), num_tokens)
+
+
+TRIAL = trial()
 
 
 def set_break_even(unet, eager, compiled=NEVER):
@@ -102,15 +125,15 @@ class TestLearning:
         with FakeTensorMode():
             tokens = torch.empty(2, 1, 1, device="cuda")
 
-        def learn(*, measure=True, capturing=False):
+        def learn(trial=TRIAL, *, capturing=False):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
             workload = state.workload(tokens, state.config.sizes)
-            state.route.learn(workload, tokens.device, measure=measure)
+            state.route.learn(workload, tokens.device, trial)
             return list(state.route.break_even.values())
 
         return learn
 
-    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    @pytest.mark.parametrize("when", [{"trial": None}, {"capturing": True}])
     def test_what_is_not_measured_now(self, state, learn, measured, when):
         """Catches a measurement that breaks a CUDA graph and one that is never made up for, and a
         CUDA graph of AVQ where exact attention is known to be faster."""
@@ -118,9 +141,11 @@ class TestLearning:
         assert not measured
         assert learn() == learn() == [FOUND]
         assert len(measured) == 1
+        assert learn(trial(4096)) == [FOUND._replace(eager=4096)]
+        assert len(measured) == 2
         state.route.break_even = {}
-        assert learn(**when) == [FOUND]
-        assert len(measured) == 1
+        assert learn(**when) == [FOUND._replace(eager=4096)]
+        assert len(measured) == 2
 
     def test_a_choice_needs_no_measurement(self, state, learn, measured):
         """A fixed route, or that of a tolerance. Catches minutes before the first image."""
@@ -153,8 +178,8 @@ def test_layers_with_few_tokens_run_exact(unet, codebooks, route, levels):
 def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     device = torch.device("cuda")
     assert known_break_even(WORKLOAD, device) is None
-    assert break_even(WORKLOAD, device, 8) == break_even(WORKLOAD, device, 8) == FOUND
-    assert measured == [WORKLOAD]
+    assert break_even(WORKLOAD, device, TRIAL) == break_even(WORKLOAD, device, TRIAL) == FOUND
+    assert measured == [(NUM_TOKENS, "eager", "compiled")]
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
     routing._table.cache_clear()
     assert known_break_even(WORKLOAD, device) == FOUND
@@ -166,10 +191,9 @@ def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measur
     device, other = torch.device("cuda"), replace(WORKLOAD, head_dim=80)
     table = json.loads(routing._SHIPPED.read_text())
     assert table == routing._read(routing._SHIPPED)
-    assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
     shipped, entry = next(iter(table.items()))
     for workload in (WORKLOAD, other):
-        break_even(workload, device, 8)
+        break_even(workload, device, TRIAL)
     kept = json.loads(cache_file.read_text())
     assert kept.keys() == {WORKLOAD.key(device), other.key(device)}
     assert routing._table()[shipped] == entry
@@ -194,46 +218,100 @@ def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
     assert json.loads(cache_file.read_text()).keys() == {"one", "two"}
 
 
-def test_never_slower_from_a_break_even_on(monkeypatch):
-    """Catches the first number of tokens at which AVQ wins, though it loses at a later one.
-
-    An eager call of AVQ counts three times: SD1.5's step at 512 pixels waits for the host.
-    """
-    exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 5.9, 6.1, 7.0), strict=True))
-
-    def both(workload, num, *others):
-        return lambda: 2.0, lambda: exact[num]
-
-    monkeypatch.setattr(routing, "_both_attentions", both)
-    monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
-    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
-    cpu = torch.device("cpu")
-    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(TOKENS[4], TOKENS[2])
-    exact[TOKENS[-1]] = 1.0
-    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(NEVER, NEVER)
+def test_break_evens_are_enclosed(cache_file, measured):
+    """Catches a second measurement of what is known, and one that is taken for another number of
+    tokens, or for compiled code."""
+    for num_tokens in (1024, 4096, 8192, 600, 256, 512, 2000, 3000, 100):
+        found = break_even(WORKLOAD, torch.device("cuda"), trial(num_tokens))
+        assert found.unknown(num_tokens) == []
+    assert measured == [
+        (1024, "eager", "compiled"),
+        *((4096, "eager"), (600, "compiled"), (256, "compiled"), (512, "compiled")),
+        *((2000, "eager"), (3000, "eager")),
+    ]
+    assert found == BreakEven(3000, 512, 2000, 256)
 
 
-def test_what_is_measured(monkeypatch):
-    """Catches arguments of the operation that are wrong or left out, and strides of their own, for
-    which every kernel would compile again."""
-    sizes, seen = Sizes(num_parents=4, num_refined=2, num_children=3, exact_keys=20), []
-    workload = Workload(16, 8, sizes, 16, torch.float32, num_updates=1)
+@pytest.mark.parametrize("milliseconds", [0.01, 9.9, 10.1, 200.0])
+def test_a_measurement_is_short_and_says_so(monkeypatch, capfd, milliseconds):
+    """Catches many calls of a slow attention in the middle of a denoising. An eager call of AVQ
+    counts three times: SD1.5's step at 512 pixels waits for the host."""
+    clock = []
+    both = partial(clock.append, milliseconds / 2), partial(clock.append, milliseconds / 4), 0.25
 
-    def see(query, *others, **options):
-        seen.append(options | {"shape": query.shape})
-        assert query.transpose(1, 2).is_contiguous()
-        return original(query, *others, **options)
+    def elapsed(calls):
+        before = sum(clock)
+        calls()
+        return sum(clock) - before
 
-    original = routing.avq_attention
-    monkeypatch.setattr(routing, "avq_attention", see)
-    monkeypatch.setattr(routing, "TOKENS", (48,))
-    for name in ("_eager_milliseconds", "_compiled_milliseconds"):
-        monkeypatch.setattr(routing, name, lambda call: call().numel())
-    assert measure_break_even(workload, torch.device("cpu"), 8) == BreakEven(NEVER, 48)
-    expected = {**asdict(sizes), "query_tile": 16, "num_updates": 1, "shape": (2, 8, 48, 8)}
-    for options in seen:
-        assert torch.equal(options.pop("query_order"), torch.arange(48))
-        assert options == expected
+    def captured(call):
+        return lambda: [call() for _ in range(routing._CALLS)]
+
+    monkeypatch.setattr(routing, "_both_attentions", lambda *call: both)
+    monkeypatch.setattr(routing, "_elapsed", elapsed)
+    monkeypatch.setattr(routing, "_captured", captured)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    found = measure(("eager", "compiled"), torch.float16, torch.device("cuda"), TRIAL)
+    assert found == {"eager": False, "compiled": True}
+    assert sum(clock) <= 3000
+    assert "measures once which attention is faster with 1024 tokens" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("make", [small_unet, flux_transformer, sd3_transformer])
+def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
+    """Catches a layout, order or option of its own, for which kernels would compile again."""
+    model, looks = make(), []
+    config = AVQConfig.parse("M4P2C2E20", query_tile=16, num_updates=1)
+
+    def look(*tensors, **options):
+        given = [*tensors, *options.values()]
+        facts = [
+            (x.shape, x.stride()[1:], x.dtype) if isinstance(x, torch.Tensor) else x for x in given
+        ]
+        looks.append((*options, *facts))
+        return original(*tensors, **options)
+
+    def learn(route, workload, device, trial):
+        avq, exact, share = routing._both_attentions(workload.dtype, device, trial)
+        assert avq().shape == exact().shape
+        assert share == 1
+
+    original = states.attention_and_backend
+    monkeypatch.setattr(states, "attention_and_backend", look)
+    apply_avq(model, config)
+    monkeypatch.setattr(LayerRoute, "learn", learn)
+    predict_of = predict if make is small_unet else predict_tokens
+    predict_of(model)
+    of_layers = len(looks) // 2
+    assert of_layers == len(calls(model))
+    assert sorted(map(str, looks[:of_layers])) == sorted(map(str, looks[of_layers:]))
+
+
+def test_what_needs_no_measurement(monkeypatch):
+    """Catches seconds for AVQ that is off or must run anyway, and times of another attention, or of
+    another backend, that are kept for all calls."""
+    unet, trials = small_unet(), []
+    monkeypatch.setattr(LayerRoute, "learn", lambda *call: trials.append(len(call) > 3 and call[3]))
+    config = AVQConfig.parse("M4P2C2")
+    with avq_disabled(apply_avq(unet, config)):
+        predict(unet)
+    predict(apply_avq(unet, config, backend="torch"))
+    apply_avq(unet, config)
+    for layer in select_layers(unet, (0,)):
+        layer.avq_state.function = states.attention_and_backend
+    predict(unet)
+    predict(apply_avq(unet, AVQConfig.parse("M256P2C32")))  # of 256 keys
+    assert trials
+    assert not any(trials)
+
+
+def test_some_heads_stand_for_all(monkeypatch):
+    """Catches seconds of exact attention of one large call."""
+    monkeypatch.setattr(routing, "_MOST_LOGITS", 4 * 48**2)
+    large = Trial(avq_attention, (2, 48, 8, 16), 40)
+    _, exact, share = routing._both_attentions(torch.float32, torch.device("cpu"), large)
+    assert exact().shape == (1, 4, 48, 16)
+    assert share == 1 / 4
 
 
 def test_the_workload_of_a_call(unet):
@@ -252,19 +330,20 @@ def test_the_workload_of_a_call(unet):
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
 def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
     cache_file.parent.write_text("a file in the way")
-    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
+    assert break_even(WORKLOAD, torch.device("cuda"), TRIAL) == FOUND
     cache_file.parent.unlink()
     cache_file.parent.mkdir()
     cache_file.write_text(content)
     routing._table.cache_clear()
-    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
+    assert break_even(WORKLOAD, torch.device("cuda"), TRIAL) == FOUND
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
     assert len(measured) == 2
 
 
 @pytest.mark.gpu
 def test_long_sequences_are_worth_it_on_a_gpu():
-    found = routing.measure_break_even(WORKLOAD, torch.device("cuda"), 8)
-    assert found.eager in TOKENS
-    assert found.compiled in TOKENS
-    assert found.compiled <= found.eager
+    attend, device = partial(avq_attention, exact_keys=20), torch.device("cuda", 0)
+    names = "eager", "compiled"
+    for num_tokens, is_faster in ((16384, True), (64, False)):
+        found = measure(names, torch.float16, device, trial(num_tokens, attend))
+        assert found == dict.fromkeys(names, is_faster)

@@ -172,7 +172,7 @@ def attention_kernel(
     if SIZES.REST_D > 0:
         query += (load_columns(rows, SIZES.BLOCK_D, tile, HEAD_DIM, SIZES.REST_D).to(dtype),)
 
-    softmax, total = attend_tile(query, tile.valid, tables, exact, sink_tokens, SIZES, BLOCKS)
+    softmax, total, _ = attend_tile(query, tile.valid, tables, exact, sink_tokens, SIZES, BLOCKS)
 
     inverse = (1.0 / total)[:, None]
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
@@ -215,8 +215,6 @@ def attention_launch(
         columns = (*tiles, sizes.VISIBLE)
         parts |= dict.fromkeys(ColumnPointers._fields, Part(columns, torch.int32))
         parts["score"] = Part(columns, torch.float32)
-        parts["token"] = Part((*tiles, problem.exact_keys), torch.int32)
-        parts["number"] = Part((*tiles, 2), torch.int32)
     pointers = dict.fromkeys(ColumnPointers._fields) | {
         **pointers,
         **{name: Pointer(name, part.dtype) for name, part in parts.items()},

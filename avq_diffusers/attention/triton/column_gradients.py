@@ -31,7 +31,7 @@ from avq_diffusers.attention.triton.exact import (
     TokenLayout,
     TokenPointers,
     exact_of_tile,
-    load_chunk,
+    exact_tokens,
     load_token_codes,
     load_tokens,
     tokens_of_head,
@@ -157,6 +157,7 @@ def _add_all(
     tile,
     tables,
     exact,
+    chosen,
     sinks,
     column_ptr,
     exact_column_ptr,
@@ -182,11 +183,8 @@ def _add_all(
                 grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES
             )
     if SIZES.EXACT_KEYS:
-        CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
-        total = tl.load(exact.columns.number + 1)
-        for first in tl.range(0, total, CHUNK):
-            tokens = load_chunk(exact, first, total, CHUNK)
-            number = tl.minimum(CHUNK, total - first)
+        for first in tl.range(0, chosen[1], max(SIZES.VISIBLE, SIZES.BLOCK_K)):
+            tokens, number = exact_tokens(exact, chosen, first, SIZES)
             for start in tl.range(0, number, SIZES.BLOCK_K):
                 rank = start + tl.arange(0, SIZES.BLOCK_K)
                 token = tl.gather(tokens, rank, axis=0)
@@ -262,7 +260,9 @@ def column_gradients_kernel(
     query = _load_rows(query_ptr, query_strides, place, QUERY_STRIDE, SIZES)
     grad = _load_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE, SIZES)
 
-    softmax, total = attend_tile((query,), place.valid, tables, exact, sink_tokens, SIZES, BLOCKS)
+    softmax, total, chosen = attend_tile(
+        (query,), place.valid, tables, exact, sink_tokens, SIZES, BLOCKS
+    )
     delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
     tile = GradientTile(query, grad, softmax.running_max + tl.log2(total), delta)
     grad_query = _add_all(
@@ -270,6 +270,7 @@ def column_gradients_kernel(
         tile,
         tables,
         exact,
+        chosen,
         sink_tokens,
         column_ptr,
         exact_column_ptr,

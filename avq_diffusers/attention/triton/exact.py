@@ -46,8 +46,6 @@ class ColumnPointers(NamedTuple):
     """The columns of a tile: (B, H, tiles, VISIBLE), all int32 but the score.
 
     score, row: of every column.
-    token: (B, H, tiles, exact keys) the exact keys, those of the first column first.
-    number: (B, H, tiles, 2) of exact columns and of exact keys.
     """
 
     score: tl.tensor
@@ -56,8 +54,6 @@ class ColumnPointers(NamedTuple):
     # Of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
     # are not exact.
     first: tl.tensor
-    token: tl.tensor
-    number: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -117,8 +113,6 @@ def exact_of_tile(keys, leaves, row_weight_ptr, columns, budget, tile, SIZES: tl
             columns.row + first,
             columns.exact_row + first,
             columns.first + first,
-            columns.token + tile.number * budget,
-            columns.number + 2 * tile.number,
         ),
     )
 
@@ -133,7 +127,14 @@ def store_scores(attention, exact, columns, rows, valid):
 
 @triton.jit
 def choose_columns(query, exact, SIZES: tl.constexpr):
-    """Choose the exact columns by their stored scores, and store them and their keys."""
+    """Choose the exact columns by their stored scores.
+
+    Returns:
+        num_columns: of them.
+        total: the number of exact keys.
+        earlier: (VISIBLE) exact keys before those of each column.
+        shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
+    """
     VISIBLE: tl.constexpr = SIZES.VISIBLE
     BITS: tl.constexpr = 63 if query[0].dtype == tl.float32 else 31
     # What follows reads what other threads of this program wrote.
@@ -145,22 +146,22 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     is_column = column < SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
     score = tl.load(exact.columns.score + column, mask=is_column, other=0.0)
     rank_key = score.to(tl.int32, bitcast=True)
-    if BITS == 63:
+    if query[0].dtype == tl.float32:
         rank_key = rank_key.to(tl.int64) << 32
     rank_key = rank_key & -VISIBLE | (VISIBLE - 1 - column)
     rank_key = tl.where(is_column, rank_key, -1)
     row = tl.load(exact.columns.row + column, mask=is_column, other=0)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
 
-    # The column that no longer fits is searched four bits of its rank key at a time, until no other
-    # column shares them. A sort takes as long, and compiles for half a minute.
+    # Search the column that no longer fits, two bits of its rank key at a time, until no other
+    # column shares them. A sort is faster, by 2 to 5 % of the kernel, but compiles twice as long.
     fits = tl.sum(count, axis=0) <= exact.budget
-    digit = tl.arange(0, 16)
+    digit = tl.arange(0, 4)
     lowest = tl.full([], 0, rank_key.dtype)
     shift = tl.full([], BITS, tl.int32)
     num_left = tl.where(fits, 0, VISIBLE)
     while num_left > 1:
-        shift = tl.maximum(shift - 4, 0)
+        shift = tl.maximum(shift - 2, 0)
         candidate = lowest + (digit.to(rank_key.dtype) << shift)
         is_above = rank_key[None, :] >= candidate[:, None]
         is_over = tl.sum(tl.where(is_above, count[None, :], 0), axis=1) > exact.budget
@@ -171,26 +172,20 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     place = tl.cumsum(is_exact.to(tl.int32), axis=0) - 1
     tl.store(exact.columns.exact_row + place, row, mask=is_exact)
     count = tl.where(is_exact, count, 0)
-    first = tl.cumsum(count, axis=0) - count
-    tl.store(exact.columns.first + column, tl.where(is_exact, first, NEVER), mask=is_column)
+    earlier = tl.cumsum(count, axis=0) - count
+    tl.store(exact.columns.first + column, tl.where(is_exact, earlier, NEVER), mask=is_column)
+    num_columns = tl.sum(is_exact.to(tl.int32), axis=0)
     total = tl.sum(count, axis=0)
-    tl.store(exact.columns.number, tl.sum(is_exact.to(tl.int32), axis=0))
-    tl.store(exact.columns.number + 1, total)
-    shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - first
-    # Finding places for many ranks at once costs as much as for a few.
-    for start in tl.range(0, total, VISIBLE):
-        rank = start + tl.arange(0, VISIBLE)
-        valid = rank < total
-        places = place_of(rank, first, shift, VISIBLE, SIZES.LOG2_VISIBLE)
-        token = tl.load(exact.leaf_order + places, mask=valid, other=0)
-        tl.store(exact.columns.token + rank, token, mask=valid)
+    shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - earlier
     tl.debug_barrier()
+    return num_columns, total, earlier, shift
 
 
 @triton.jit
-def _take_away(query, tables, exact, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+def _take_away(
+    query, tables, exact, num_columns, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
+):
     """Take the codewords of the exact columns out of a softmax over all that the tile sees."""
-    num_columns = tl.load(exact.columns.number)
     for start in tl.range(0, num_columns, SIZES.BLOCK_C):
         rank = start + tl.arange(0, SIZES.BLOCK_C)
         valid = rank < num_columns
@@ -249,21 +244,26 @@ def _attend_tokens(
 
 
 @triton.jit
-def load_chunk(exact, first, total, CHUNK: tl.constexpr):
-    """The exact keys from rank `first` on: a loop that loads its tokens waits for them."""
-    rank = first + tl.arange(0, CHUNK)
-    return tl.load(exact.columns.token + rank, mask=rank < total, other=0)
+def exact_tokens(exact, chosen, first, SIZES: tl.constexpr):
+    """Tokens of the exact keys from rank `first` on, and how many there are.
+
+    Finding places for many ranks at once costs as much as for a few.
+    """
+    _, total, earlier, shift = chosen
+    CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
+    ranks = first + tl.arange(0, CHUNK)
+    places = place_of(ranks, earlier, shift, SIZES.VISIBLE, SIZES.LOG2_VISIBLE)
+    tokens = tl.load(exact.leaf_order + places, mask=ranks < total, other=0)
+    return tokens, tl.minimum(CHUNK, total - first)
 
 
 @triton.jit
-def attend_exact(query, tables, exact, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
-    """Put the keys of the exact columns, stored by `choose_columns`, in place of codewords."""
-    CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
-    softmax = _take_away(query, tables, exact, softmax, SIZES, RUNNING)
-    total = tl.load(exact.columns.number + 1)
-    for first in tl.range(0, total, CHUNK):
-        tokens = load_chunk(exact, first, total, CHUNK)
-        number = tl.minimum(CHUNK, total - first)
+def attend_exact(query, tables, exact, chosen, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+    """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
+    num_columns, total, _, _ = chosen
+    softmax = _take_away(query, tables, exact, num_columns, softmax, SIZES, RUNNING)
+    for first in tl.range(0, total, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
+        tokens, number = exact_tokens(exact, chosen, first, SIZES)
         for start in tl.range(0, number, SIZES.BLOCK_K):
             rank = start + tl.arange(0, SIZES.BLOCK_K)
             token = tl.gather(tokens, rank, axis=0)

@@ -278,10 +278,12 @@ def _parents_in_blocks(
 
 
 @triton.jit
-def _attend_keys(query, tables, exact, sinks, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+def _attend_keys(
+    query, tables, exact, chosen, sinks, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
+):
     """Add exact keys, in place of their codewords, and sink keys."""
     if SIZES.EXACT_KEYS:
-        softmax = attend_exact(query, tables, exact, softmax, SIZES, RUNNING)
+        softmax = attend_exact(query, tables, exact, chosen, softmax, SIZES, RUNNING)
     if SIZES.SINKS:
         softmax = attend_sinks(query, sinks, softmax, SIZES, RUNNING)
     return softmax
@@ -299,6 +301,7 @@ def attend_tile(
     Returns:
         softmax: over all columns.
         total: (BLOCK_N,), sum of its weights.
+        chosen: what `choose_columns` returned; nothing without exact keys.
     """
     RUNNING: tl.constexpr = BLOCKS.RUNNING
     if SIZES.SELECTS and BLOCKS.M == SIZES.PARENT_ROWS:
@@ -312,9 +315,10 @@ def attend_tile(
     if SIZES.NUM_REFINED > 0:
         scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
         softmax = _attend_children(query, tables, scoring, softmax, SIZES, BLOCKS.P, RUNNING)
+    chosen = ()
     if SIZES.EXACT_KEYS:
-        choose_columns(query, exact, SIZES)
-    softmax = _attend_keys(query, tables, exact, sinks, softmax, SIZES, RUNNING)
+        chosen = choose_columns(query, exact, SIZES)
+    softmax = _attend_keys(query, tables, exact, chosen, sinks, softmax, SIZES, RUNNING)
 
     total = total_weight(softmax, SIZES)
     if not RUNNING:
@@ -328,9 +332,9 @@ def attend_tile(
                 softmax = _attend_children(
                     query, tables, None, softmax, SIZES, BLOCKS.AGAIN_P, True
                 )
-            softmax = _attend_keys(query, tables, exact, sinks, softmax, SIZES, True)
+            softmax = _attend_keys(query, tables, exact, chosen, sinks, softmax, SIZES, True)
             total = total_weight(softmax, SIZES)
-    return softmax, total
+    return softmax, total, chosen
 
 
 @triton.jit
