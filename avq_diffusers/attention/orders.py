@@ -1,7 +1,7 @@
 """Query orders of a grid of tokens, which query tiles are cut from.
 
-`order[i]` is the raster index (row * width + column) of the token at position i; in a video, frames
-follow each other. Keys and values are never reordered.
+`order[i]` is the raster index (row * width + column) of the token at position i; a video's frames
+are concatenated. Keys and values are never reordered.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +32,8 @@ def query_order(
         kind: `"gilbert"`, a space-filling curve with compact tiles on a grid of any size (paper,
             section Vector Quantization for (A)VQ-Attention), `"raster"` or `"random"`.
         device: device of the order; None is torch's default device.
-        seed: of the random order. The same seed gives the same order on every device.
-        frames: of a video. Its curve is that of a frame, with several tokens in time at each step.
+        seed: seeds the random order; the same seed gives the same order on every device.
+        frames: frames of a video. Its curve is a frame's, with several tokens in time per step.
 
     Returns:
         (frames * height * width,) int32. Outside torch.compile this is a cached tensor: do not
@@ -49,7 +49,7 @@ def query_order(
     if kind not in QUERY_ORDERS:
         raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
     device = torch.empty(0, device=device).device
-    if isinstance(height, Tensor):  # as sizes in torch.jit.trace
+    if isinstance(height, Tensor):  # sizes are tensors in torch.jit.trace
         return _traced_order_op(height, width, kind, seed).to(device)
     if torch.compiler.is_compiling():
         return _query_order_op(height, width, kind, device, seed, frames)
@@ -57,12 +57,12 @@ def query_order(
 
 
 def joint_order(order: Tensor, num_text: int, *, text_first: bool) -> Tensor:
-    """The order of a grid's tokens, then the tokens of a text in theirs.
+    """The order of a grid's tokens, followed by a text's tokens in their own order.
 
     Args:
         order: (N,) from `query_order`.
         num_text: T.
-        text_first: whether the text is before the grid in memory.
+        text_first: whether the text comes before the grid in memory.
 
     Returns:
         (N + T,) int32. Outside torch.compile this is a cached tensor: do not write to it.
@@ -108,8 +108,8 @@ def _traced_order_op(height: Tensor, width: Tensor, kind: str, seed: int) -> Ten
 def _cached_order(
     height: int, width: int, kind: str, device: torch.device, seed: int, frames: int
 ) -> Tensor:
-    # A cached tensor outlives inference mode, fake tensor modes and CUDA graph pools. All of them
-    # are per thread, so a new thread has none.
+    # A cached tensor outlives inference mode, fake tensor modes and CUDA graph pools. These are all
+    # per thread, so a new thread has none of them.
     with ThreadPoolExecutor(max_workers=1) as worker:
         return worker.submit(_build_order, height, width, kind, device, seed, frames).result()
 
@@ -136,11 +136,11 @@ def _gilbert_order(height: int, width: int) -> Tensor:
 
 
 def _in_time(order: Tensor, frames: int) -> Tensor:
-    """The order of a video, whose frames have `order` (N,), as (frames * N,).
+    """The order (frames * N,) of a video whose frames have `order` (N,).
 
-    Slabs of at most `_SLAB` frames follow each other. In each, the path of a frame is walked with a
-    column of the slab's frames at every token, up and down in turn. Every second slab is walked
-    backwards, so that the next one begins where it ends.
+    The video is cut into slabs of at most `_SLAB` frames. In each, the path follows a frame's
+    order and visits all of the slab's frames at every token, alternately up and down. Every second
+    slab is walked backwards, so that the next one starts where it ends.
     """
     slabs = torch.arange(frames, device="cpu").tensor_split(-(-frames // _SLAB))
     order_of_slabs = []
@@ -153,10 +153,10 @@ def _in_time(order: Tensor, frames: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _gilbert_path(length: int, breadth: int) -> Tensor:
-    """Path from (0, 0) to (length - 1, 0) through every cell, as int64 (length * breadth, 2).
+    """Path from (0, 0) to (length - 1, 0) through every cell, int64 (length * breadth, 2).
 
-    The generalized Hilbert curve of J. Cerveny (github.com/jakubcerveny/gilbert). A long rectangle
-    is two rectangles end to end; any other goes up, across and down again. Halves have even sizes,
+    The generalized Hilbert curve by J. Cerveny (github.com/jakubcerveny/gilbert). A long rectangle
+    is split into two end to end; any other goes up, across and down again. Halves have even sizes,
     because only those start and end on the same side.
     """
     if length == 1 or breadth == 1:

@@ -1,9 +1,9 @@
-"""Transformers of diffusers: AVQ in the place of the attention that a layer's processor calls.
+"""Diffusers transformers: AVQ in place of the attention that a layer's processor calls.
 
-Processors on the attention dispatch get a backend. It is registered when AVQ is first applied,
-stands on the processors of the chosen layers only, and leaves the process's default alone. Others
-call `scaled_dot_product_attention`, which a mode of PyTorch intercepts inside the layer. Both see
-tensors only. A hook before each layer says whose call it is, so one serves all layers.
+Processors on the attention dispatch get a backend. It is registered when AVQ is first applied, set
+only on the processors of the chosen layers, and leaves the process's default alone. Others call
+`scaled_dot_product_attention`, which a PyTorch mode intercepts inside the layer. Both only see
+tensors: a hook before each layer records whose call it is, so one backend serves all layers.
 """
 
 from collections.abc import Sequence
@@ -28,24 +28,24 @@ from avq_diffusers.hosts.masks import Group, joint_attention, masked_attention, 
 from avq_diffusers.hosts.per_thread import PerThread
 from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_attended
 
-# Names of a block's self-attention and joint attention; cross-attention has others.
+# Names of a block's self-attention and joint attention; cross-attention is named differently.
 SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")
 OTHER_KEYS = "other keys than queries"
 
-# Not a member of the Enum, which lists what users may name.
+# Not a member of the Enum, which lists what users can name.
 AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq_layer")
 AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ_LAYER", "avq_layer"
-AVQ_BACKEND.__deepcopy__ = lambda memo: AVQ_BACKEND  # Python 3.10 would look for a member
+AVQ_BACKEND.__deepcopy__ = lambda memo: AVQ_BACKEND  # Python 3.10 would look up a member
 
 
 class Previous(NamedTuple):
-    """The processor of a layer before AVQ, which stays.
+    """A layer's processor before AVQ, which stays in place.
 
     Attributes:
         processor: what the layer calls.
-        is_dispatched: whether it calls the attention dispatch, with a backend that it carries.
-        backend: that it carried.
-        is_own: whether the processor itself had that, and not its class.
+        is_dispatched: whether it calls the attention dispatch, with its own backend attribute.
+        backend: that attribute's previous value.
+        is_own: whether it was set on the processor itself, not its class.
     """
 
     processor: Any
@@ -54,12 +54,12 @@ class Previous(NamedTuple):
     is_own: bool
 
 
-# The layer that runs.
+# The layer that is running.
 _present: PerThread[LayerState | None] = PerThread(None, shared=False)
 
 
 def _begin(attn: Any, args: Any) -> None:
-    """The hook before a layer, which makes its call known."""
+    """The hook before a layer, which records its call."""
     state = getattr(attn, ATTRIBUTE, None)
     _present.set(state)
     if state is not None and not state.previous.is_dispatched:
@@ -67,8 +67,8 @@ def _begin(attn: Any, args: Any) -> None:
 
 
 def _end(attn: Any, args: Any, output: Any) -> None:
-    """The hook after a layer that is not on the dispatch, whether it failed or not."""
-    if _present.get() is not None:  # else a hook before `_begin` has failed
+    """The hook after a layer that is not on the dispatch, even if it failed."""
+    if _present.get() is not None:  # otherwise a hook before `_begin` failed
         _IN_PLACE_OF_TORCH.__exit__(None, None, None)
     _present.set(None)
 
@@ -127,7 +127,7 @@ def _avq_in_place_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """AVQ of tensors (B, H, N, D); None if the call runs exact attention."""
+    """AVQ for tensors (B, H, N, D); None if the call runs exact attention."""
     is_plain = not (dropout_p or is_causal or enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     output = _attend(query, key, value, attn_mask, scale, is_plain, None)
@@ -143,7 +143,7 @@ def _attend(
     is_plain: bool,
     parallel_config: Any,
 ) -> Tensor | None:
-    """AVQ of the present layer's call, (B, N, H, D); None if it runs exact attention."""
+    """AVQ for the current layer's call, (B, N, H, D); None if it runs exact attention."""
     state = _present.get()
     if state is None:
         return None
@@ -155,7 +155,7 @@ def _attend(
     last = state.last_call
     state.count(reason or AVQ_CALL)
     if reason == OTHER_KEYS and last == AVQ_CALL and not torch.compiler.is_compiling():
-        state.last_call = last  # the keys of an IP-Adapter, beside the layer's own
+        state.last_call = last  # these are an IP-Adapter's keys, not the layer's own
     if groups is None:
         return None
     query, key, value = (as_attended(x) for x in (query, key, value))
@@ -181,7 +181,7 @@ def _attend(
 def _groups(
     mask: Any, query: Tensor, key: Tensor, value: Tensor, grid: slice
 ) -> list[Group] | None:
-    """As `read_groups`; none if there is no mask, or compiled code reads it when it runs."""
+    """`read_groups`; no groups without a mask, or if compiled code reads it at run time."""
     if mask is None:
         return []
     if not torch.compiler.is_compiling():
@@ -199,7 +199,7 @@ def _exact_because(
     is_plain: bool,
     parallel_config: Any,
 ) -> str | None:
-    """Why this call runs exact attention, unless its mask is why; None if it runs AVQ."""
+    """Why this call runs exact attention, apart from its mask; None if it runs AVQ."""
     num_tokens, num_queries = grid.stop - grid.start, query.shape[1]
     return state.exact_because(
         num_tokens,
@@ -214,7 +214,7 @@ def _exact_because(
 
 
 def _grid(state: LayerState, key: Tensor) -> slice:
-    """Where the keys (B, N + T, H, D) of the grid are."""
+    """The grid's slice of the keys (B, N + T, H, D)."""
     call, num_keys = state.call.get(), key.shape[1]
     if call is None or call.query_order is None:
         return slice(0, num_keys)
@@ -228,7 +228,7 @@ def _grid(state: LayerState, key: Tensor) -> slice:
 class DispatchHost(Host):
     """Self-attention and joint attention of image and video transformers.
 
-    Layers that are not on the dispatch run AVQ whatever processor calls PyTorch's attention.
+    Layers that are not on the dispatch run AVQ with any processor that calls PyTorch's attention.
     """
 
     kind = "transformer"
@@ -252,7 +252,7 @@ class DispatchHost(Host):
         parallel = getattr(model, "_parallel_config", None)
         if getattr(parallel, "context_parallel_config", None) is not None:
             raise ValueError(
-                "AVQ does not run in context parallel, whose devices hold parts of an image only."
+                "AVQ does not run in context parallel, where each device holds part of an image."
             )
 
     def attention_of(self, attn: Any) -> Previous:
@@ -262,7 +262,7 @@ class DispatchHost(Host):
 
     def give_avq(self, attn: Any, state: LayerState) -> None:
         if not state.previous.is_dispatched:
-            return  # its hooks do
+            return  # its hooks suffice
         if AVQ_BACKEND not in _AttentionBackendRegistry._backends:
             _AttentionBackendRegistry.register(AVQ_BACKEND)(_avq_attention)
         attn.processor._attention_backend = AVQ_BACKEND
@@ -290,14 +290,14 @@ class DispatchHost(Host):
 
 
 class TransformerWatch(Watch):
-    """The hooks of a transformer, and of each of its layers.
+    """The hooks of a transformer and of each of its layers.
 
-    They stay out of compiled code, which cannot read positions from the device.
+    They stay outside compiled code, which cannot read positions from the device.
     """
 
     def attach(self, caller: Any) -> list[Any]:
-        # Other layers, too, whose processor is that of a layer with AVQ. No hook after a layer:
-        # compiled code would have a graph for each.
+        # Includes other layers that share a processor with an AVQ layer. No hooks after layers:
+        # compiled code would get a graph for each.
         of_layers, chosen = [], {layer.attn for layer in self.layers}
         for attn in caller.modules():
             if _backend_of(attn) is AVQ_BACKEND or attn in chosen:

@@ -1,6 +1,6 @@
-"""Masks that hide keys beside a grid's, such as a text's padding: AVQ leaves these tokens out.
+"""Masks that hide keys beside the grid, such as a text's padding: AVQ leaves these tokens out.
 
-Shapes: B batch, Q queries, K keys, which are a grid's tokens and others before or after them.
+Shapes: B batch, Q queries, K keys: the grid's tokens, with others before or after them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.hosts.reading import read_once
 from avq_diffusers.hosts.state import orders
 
-HIDDEN = -1e4  # at most that a mask of numbers adds to the logits of a hidden key
+HIDDEN = -1e4  # an additive mask adds at most this to the logits of a hidden key
 
 
 class Group(NamedTuple):
-    """Batch entries that see the same keys. Slices, which copy nothing, stand where they will do.
+    """Batch entries that see the same keys, as slices where possible, which need no copies.
 
     Attributes:
-        entries: of the batch.
-        tokens: which keys they see.
-        grid: where the keys of the grid are among these.
+        entries: the batch entries.
+        tokens: the keys they see.
+        grid: the grid's slice of these.
     """
 
     entries: Tensor | slice
@@ -41,16 +41,16 @@ def joint_attention(
     scale: float | None,
     groups: Sequence[Group] = (),
 ) -> Tensor:
-    """AVQ for all queries; keys beside the grid's are sinks.
+    """AVQ for all queries; keys beside the grid are sinks.
 
     Args:
         attend: `LayerState.attend`.
-        query: (B, Q, H, D), of all tokens or of the grid's.
+        query: (B, Q, H, D), for all tokens or only the grid's.
         key, value: (B, K, H, D).
-        grid: where the keys of the grid are.
-        scale: as for `avq_attention`.
-        groups: which run without the tokens that they do not see, whose outputs are zero; empty if
-            all see all.
+        grid: the grid's slice of the keys.
+        scale: as in `avq_attention`.
+        groups: batch entries by the keys they see; hidden tokens are left out and their outputs are
+            zero. Empty if all see all.
 
     Returns:
         (B, Q, H, D).
@@ -77,7 +77,7 @@ def joint_attention(
     ).transpose(1, 2)
 
 
-# No CUDA graph can hold what reads a mask.
+# Reading a mask cannot be captured in a CUDA graph.
 @torch.library.custom_op(
     "avq_diffusers::masked_attention",
     mutates_args=(),
@@ -99,15 +99,15 @@ def masked_attention(
     exact_backend: str | None,
     **options: Any,
 ) -> Tensor:
-    """The attention of compiled code, which cannot read a mask, where no gradient is needed.
+    """Masked attention for compiled code, which cannot read a mask itself, without gradients.
 
     Args:
-        query, key, value: as for `joint_attention`.
-        mask: as for `seen_tokens`; with others, exact attention runs.
+        query, key, value: as in `joint_attention`.
+        mask: as in `seen_tokens`; with other masks, exact attention runs.
         order: (N,) query order of the grid.
-        start, stop: where the keys of the grid are.
-        scale: as for `avq_attention`.
-        exact_backend: of diffusers; None is the active one.
+        start, stop: bounds of the grid's keys.
+        scale: as in `avq_attention`.
+        exact_backend: diffusers' backend for exact attention; None is the active one.
         **options: `LayerState.options`.
 
     Returns:
@@ -119,7 +119,7 @@ def masked_attention(
         return avq_attention(query, key, value, **others, **of_call, **options)
 
     grid = slice(start, stop)
-    # Compiled code writes new masks to the memory of old ones.
+    # Compiled code reuses the memory of old masks for new ones.
     groups = read_groups(mask, query, key, grid, keep=False)
     if groups is not None:
         return joint_attention(attend, query, key, value, grid, scale, groups)
@@ -136,17 +136,17 @@ def _(query: Tensor, *others: Any, **options: Any) -> Tensor:
 def read_groups(
     mask: Any, query: Tensor, key: Tensor, grid: slice, *, keep: bool
 ) -> list[Group] | None:
-    """Batch entries by the keys that they see; none if all see all.
+    """Batch entries grouped by the keys they see; empty if all see all.
 
-    A mask is read on the host, so not while a CUDA graph is captured.
+    Masks are read on the host, so not during CUDA graph capture.
 
     Args:
-        mask, query, key, grid: as for `seen_tokens`. Masks that are no tensors, such as those of
-            FlexAttention, may do more than hide keys.
+        mask, query, key, grid: as in `seen_tokens`. Masks that are not tensors, such as
+            FlexAttention's, may do more than hide keys.
         keep: whether other layers will ask for the same mask.
 
     Returns:
-        The groups; None if a mask does more than hide some keys beside the grid's.
+        The groups; None if a mask does more than hide some keys beside the grid.
     """
     if not isinstance(mask, Tensor):
         return None
@@ -179,16 +179,16 @@ def _groups(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> list[Group
 
 
 def seen_tokens(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> Tensor | None:
-    """Which keys a batch entry sees; None if a mask does more than hide some beside the grid's.
+    """Which keys each batch entry sees; None if a mask does more than hide some beside the grid.
 
-    What hidden tokens see is left open: their outputs reach nothing that is seen.
+    What hidden tokens see does not matter: nothing visible uses their outputs.
 
     Args:
-        mask: (B or 1, 1, Q or 1, K), also expanded, or (B, K), True where a key is seen, or added
-            to logits.
-        query: (B, Q, H, D), of all tokens or of the grid's.
+        mask: (B or 1, 1, Q or 1, K), possibly expanded, or (B, K): True where a key is seen, or
+            added to logits.
+        query: (B, Q, H, D), for all tokens or only the grid's.
         key: (B, K, H, D).
-        grid: where the keys of the grid are.
+        grid: the grid's slice of the keys.
 
     Returns:
         (B or 1, K) bool on the CPU.
@@ -212,5 +212,5 @@ def seen_tokens(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> Tensor
         does_more = does_more | (sees_others & seen if has_all_queries else sees_others).any()
     if mask.dtype != torch.bool:
         does_more = does_more | (~shows & (mask > HIDDEN)).any()
-    found = torch.cat([does_more.expand(len(seen), 1), seen], dim=1).cpu()  # one wait
+    found = torch.cat([does_more.expand(len(seen), 1), seen], dim=1).cpu()  # one synchronization
     return None if found[0, 0] else found[:, 1:]

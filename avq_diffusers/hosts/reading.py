@@ -1,4 +1,4 @@
-"""Reading a tensor on the host, which waits for the device: once, until it changes."""
+"""Read a tensor on the host, which synchronizes with the device: once, until it changes."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -8,19 +8,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Found = TypeVar("Found")
 
-# By the tensor that holds the memory: its version, and what was found in its views.
+# Base tensor -> its version, and what was read from its views.
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def read_once(tensor: Tensor, read: Callable[[], Found], *others: Hashable) -> Found:
-    """What `read` makes of a tensor or of another view of the same, until its memory changes.
+    """`read()`, cached for a tensor and equal views of the same memory until that changes.
 
     Args:
-        tensor: what is read.
+        tensor: the tensor that `read` reads.
         read: reads it.
-        others: all else that the result depends on.
+        others: everything else that the result depends on.
     """
-    if tensor.is_inference():  # has no version
+    if tensor.is_inference():  # no version counter
         return read()
     owner = tensor if tensor._base is None else tensor._base
     version, found = _read.get(owner, (None, {}))

@@ -1,11 +1,11 @@
 """Which attention is faster on this GPU: break-even numbers of tokens, measured once and kept.
 
-AVQ costs O(N) with a larger constant than the O(N^2) of exact attention, so each workload has a
-number of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost
-the host time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` holds the
-numbers that were measured for the package. On other GPUs they are enclosed step by step: a call of
-a size about which nothing is known is measured first, which takes seconds and says so, and what it
-shows is kept in the user's cache folder, as are the times among which a tolerance chooses.
+AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each workload has a number
+of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost host
+time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` ships measured
+numbers. On other GPUs, calls narrow them down: a call of a size about which nothing is known is
+measured first, which takes seconds and shows progress. Results are cached in the user's cache
+folder, like the times that a tolerance chooses from.
 """
 
 import json
@@ -30,10 +30,10 @@ ROUTES = ("fastest", "always")
 NEVER = 2**31
 _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
-_LONG = 10.0  # milliseconds of a call that is timed alone: launches cost nothing beside it
-_MOST_LOGITS = 2**31  # of exact attention; of a larger one, some heads are timed
-# What an eager call of AVQ costs a step, as a multiple of its own time. SD1.5's step at 512 pixels
-# waits for the host and gets slower by AVQ, whose calls alone take .4 of exact attention's time.
+_LONG = 10.0  # milliseconds from which calls are timed one by one: launches no longer matter
+_MOST_LOGITS = 2**31  # of exact attention; beyond that, only some heads are timed
+# Cost of an eager AVQ call in a step, as a multiple of its own time. SD1.5's step at 512 pixels
+# waits for the host and gets slower with AVQ, whose calls alone take 0.4 of exact attention's time.
 _EAGER_COST = 3
 
 
@@ -60,7 +60,7 @@ class Workload:
         head_dim: D.
         sizes: parents, refined parents, children and exact keys.
         query_tile: queries per tile.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         num_updates: Lloyd updates of the parents.
     """
 
@@ -84,12 +84,12 @@ class Workload:
 class BreakEven(NamedTuple):
     """The numbers of tokens from which AVQ is faster, and up to which exact attention is.
 
-    Nothing is known of numbers between. They are of eager calls, each of which the host launches,
-    and of compiled code, whose launches cost the host little.
+    In between, nothing is known. Eager calls and compiled code, which has little launch overhead,
+    have separate numbers.
 
     Attributes:
-        eager, compiled: from which AVQ is faster.
-        eager_exact, compiled_exact: up to which exact attention is; `NEVER` leaves nothing between.
+        eager, compiled: AVQ is faster from here on.
+        eager_exact, compiled_exact: exact attention is faster up to here; `NEVER` leaves no gap.
     """
 
     eager: int
@@ -98,12 +98,12 @@ class BreakEven(NamedTuple):
     compiled_exact: int = NEVER
 
     def unknown(self, num_tokens: int) -> list[str]:
-        """Which of `"eager"` and `"compiled"` such a number is between."""
+        """For which of `"eager"` and `"compiled"` this number falls into the gap."""
         names = {"eager": self.eager_exact, "compiled": self.compiled_exact}
         return [name for name, exact in names.items() if exact < num_tokens < getattr(self, name)]
 
     def learned(self, num_tokens: int, is_faster: Mapping[str, bool]) -> "BreakEven":
-        """What is known after AVQ was or was not faster with so many tokens."""
+        """Updated after measuring whether AVQ is faster at this number of tokens."""
         found = {
             name if faster else f"{name}_exact": num_tokens for name, faster in is_faster.items()
         }
@@ -114,12 +114,12 @@ NOTHING_KNOWN = BreakEven(NEVER, NEVER, 0, 0)
 
 
 class Trial(NamedTuple):
-    """The calls of a layer, for a measurement on random tokens: the same kernels run.
+    """A layer's calls, for measuring on random tokens with the same kernels.
 
     Attributes:
         attend: `LayerState.attend` in a call of the model.
         shape: (B, N + T, H, D).
-        num_tokens: N, of the grid.
+        num_tokens: N, the grid's tokens.
     """
 
     attend: Callable[..., Tensor]
@@ -132,9 +132,9 @@ class LayerRoute:
 
     Attributes:
         route: as in `apply_avq`.
-        break_even: what was learned.
-        chosen_at: the number of tokens at which AVQ was measured and chosen within a tolerance.
-            Then no break-even is learned.
+        break_even: the break-evens learned so far.
+        chosen_at: the number of tokens at which a tolerance measured and chose AVQ; no break-even
+            is learned then.
     """
 
     def __init__(self, route: str | int) -> None:
@@ -152,10 +152,10 @@ class LayerRoute:
         return 0
 
     def learn(self, workload: Workload, device: torch.device, trial: Trial | None = None) -> None:
-        """Find out from how many tokens on AVQ is faster on a GPU; elsewhere AVQ always runs.
+        """Learn from how many tokens on AVQ is faster on a GPU; elsewhere AVQ always runs.
 
-        If nobody knows for the number of tokens of the trial, it is measured, unless a CUDA graph
-        is being captured.
+        If that is unknown for the trial's number of tokens, measure it, unless a CUDA graph is
+        being captured.
         """
         is_open = self.route == "fastest" and self.chosen_at is None
         if not is_open or device.type != "cuda":
@@ -178,18 +178,18 @@ class LayerRoute:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def known_break_even(workload: Workload, device: torch.device) -> BreakEven | None:
-    """The break-even of a workload, None if nobody has measured it."""
+    """The break-even of a workload; None if it has never been measured."""
     found = _table().get(workload.key(device))
     return None if found is None else BreakEven(**found)
 
 
 def break_even(workload: Workload, device: torch.device, trial: Trial) -> BreakEven:
-    """The break-even of a workload, known for the number of tokens of the trial."""
+    """The break-even of a workload, measured if unknown for the trial's number of tokens."""
     known = known_break_even(workload, device) or NOTHING_KNOWN
     unknown = known.unknown(trial.num_tokens)
     if not unknown:
@@ -204,10 +204,10 @@ def break_even(workload: Workload, device: torch.device, trial: Trial) -> BreakE
 def measure(
     names: Sequence[str], dtype: torch.dtype, device: torch.device, trial: Trial
 ) -> dict[str, bool]:
-    """Whether AVQ is not slower, by `"eager"` and `"compiled"`; it takes at most some 3 s.
+    """Whether AVQ is no slower, for `"eager"` and `"compiled"`; takes at most about 3 s.
 
-    An eager call of AVQ keeps the host busy for longer than the call alone shows, so it counts
-    more.
+    In a model, an eager AVQ call keeps the host busy for longer than the isolated call shows, so it
+    counts more.
     """
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     costs = {"eager": _EAGER_COST, "compiled": 1}
@@ -222,7 +222,7 @@ def measure(
 
 
 def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tensor]) -> float:
-    """The time of a call in a CUDA graph, measured once and kept by this GPU and name."""
+    """The time of a call in a CUDA graph, measured once and cached by GPU and name."""
     key = f"{torch.cuda.get_device_name(device)}, {name}, ms"
     table = _table()
     if key not in table:
@@ -235,7 +235,7 @@ def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tens
 def _both_attentions(
     dtype: torch.dtype, device: torch.device, trial: Trial
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor], float]:
-    """AVQ of random tokens, exact attention of some of their heads, and the share of these."""
+    """AVQ on random tokens, exact attention on some of their heads, and the share of these."""
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randn(3, *trial.shape, generator=generator, device=device, dtype=dtype)
     query, key, value = tokens.transpose(2, 3)
@@ -277,8 +277,8 @@ def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
 def _milliseconds(
     function: Callable[[], Tensor], make_calls: Callable[[], Callable[[], None]]
 ) -> float:
-    """The mean time of calls in the best round; of long calls, that of the best."""
-    function()  # warms up, and compiles
+    """The mean time per call in the best round; for long calls, the best single time."""
+    function()  # warms up and compiles
     once = _elapsed(function)
     if once > _LONG:
         return min(once, *(_elapsed(function) for _ in range(_ROUNDS - 1)))
@@ -290,7 +290,7 @@ def _milliseconds(
 def _captured(function: Callable[[], Tensor]) -> Callable[[], None]:
     """Calls in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
-    # The default capture stream belongs to the GPU that captured first.
+    # The default capture stream belongs to the first GPU that captured.
     stream = torch.cuda.Stream()
     # Other threads of the process may keep using the GPU.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -319,7 +319,7 @@ def _cache_file() -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The valid entries of a table; what a broken cache lacks is measured again."""
+    """The valid entries of a table; what is missing from a broken cache is measured again."""
     try:
         table = json.loads(path.read_text())
     except (OSError, RecursionError, ValueError):

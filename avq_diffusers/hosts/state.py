@@ -1,4 +1,4 @@
-"""What one self-attention layer needs to run AVQ, and what it did so far."""
+"""What one self-attention layer needs to run AVQ, and what it has done so far."""
 
 import threading
 import warnings
@@ -26,12 +26,12 @@ AVQ_CALL = "AVQ"
 OUTSIDE = "outside a call of the model"
 DISABLED, SCHEDULED = "disabled", "scheduled"
 NO_BACKWARD = -1
-REST = -1  # of a layer's sequence is beside the grid
+REST = -1  # everything else in a layer's sequence is beside the grid
 _DISABLING = threading.Lock()
 
-# Height and width, after the frames of a video; or why there is no single grid.
+# Height and width, preceded by frames for videos; or why there is no single grid.
 Grid: TypeAlias = tuple[int, ...] | str
-# Takes the arguments of `avq_attention`; returns the output and the name of what computed it.
+# Takes the arguments of `avq_attention`; returns the output and the name of the backend.
 AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, str]]
 
 
@@ -40,10 +40,10 @@ class Tokens(NamedTuple):
 
     Attributes:
         hidden_states: batch first, on the device of the call.
-        dtype: the model's own; autocast does not change it.
-        grid: of the image or video.
-        beside: by modules of the model, how many tokens attend beside the grid's, or `REST`.
-        beside_first: whether these come before the grid's.
+        dtype: the model's own, whatever autocast says.
+        grid: the grid of the image or video.
+        beside: number of tokens beside the grid, or `REST`, by module of the model.
+        beside_first: whether these come before the grid.
     """
 
     hidden_states: Tensor
@@ -58,12 +58,11 @@ class Call(NamedTuple):
 
     Attributes:
         query_order: the query order (N,) of the grid; None without a grid.
-        sizes: of AVQ.
-        exact_because: why the layer runs exact attention whatever its tokens, None if nothing was
-            switched.
+        sizes: AVQ's sizes.
+        exact_because: why the layer runs exact attention whatever its tokens; None if it need not.
         backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
-        num_beside: how many other tokens, such as text, attend with those of the grid, or `REST`.
-        beside_first: whether these come before the grid's.
+        num_beside: number of other tokens beside the grid, such as text, or `REST`.
+        beside_first: whether these come before the grid.
     """
 
     query_order: Tensor | None
@@ -79,23 +78,23 @@ class LayerState(Replaced):
 
     Args:
         layer: name, level and head shape.
-        config: sizes and tiles of this layer, its overrides resolved.
+        config: sizes and tiles of this layer, overrides resolved.
         weights: codebook, key norm and projection changes.
-        backend, route: as for `apply_avq`.
+        backend, route: as in `apply_avq`.
 
     Attributes:
-        previous: the layer's attention before AVQ, which serves the calls that AVQ does not.
-        sizes: of the next call; None runs exact attention.
-        allocation: that the sizes are part of; None if no tolerance chose them.
+        previous: the layer's attention before AVQ, for calls that AVQ does not serve.
+        sizes: sizes for the next call; None runs exact attention.
+        allocation: the allocation that the sizes belong to; None if no tolerance chose them.
         enabled: whether the next call runs AVQ; False inside `avq_disabled`.
-        call: how the layer runs in the present call of the model; None outside.
+        call: how the layer runs in the current call of the model; None outside.
         last_order: the query order of the last grid.
-        calls: how many calls of each kind there were since sizes were set, by "AVQ" or the reason
-            for exact attention. Calls in compiled code are not counted.
-        last_call: the kind of the last one.
-        last_backend: that ran the last AVQ call.
-        function: computes attention in measurements and trainings; None is AVQ.
-        usual_backend: of diffusers when AVQ was applied; None for models outside diffusers.
+        calls: number of calls since sizes were set, by "AVQ" or the reason for exact attention.
+            Calls in compiled code are not counted.
+        last_call: the kind of the last call.
+        last_backend: the backend of the last AVQ call.
+        function: computes attention in measurements and training; None is AVQ.
+        usual_backend: diffusers' backend when AVQ was applied; None for models outside diffusers.
     """
 
     def __init__(
@@ -126,29 +125,29 @@ class LayerState(Replaced):
         self.usual_backend: AttentionBackendName | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy never sees the end of a block of `avq_disabled` that is open here.
+        # A copy never sees the end of an `avq_disabled` block that is open here.
         return {**self.__dict__, "enabled": True, "num_disabling": 0}
 
     def set_sizes(self, sizes: Sizes | None) -> None:
-        """Run other sizes, or exact attention, in all threads."""
-        # A new one: threads hold values of the earlier sizes.
+        """Set other sizes, or exact attention, in all threads."""
+        # A new object: threads hold values of the old one.
         self.sizes = PerThread(sizes)
         self.calls, self.last_call = Counter(), None
         self.allocation = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, num_tokens: int) -> None:
-        """Note what chose the present sizes, and at how many tokens they were measured."""
+        """Record what chose the current sizes, and at how many tokens they were measured."""
         self.allocation = allocation
         self.route.chosen_at = num_tokens
 
     def enter(self, tokens: Tokens, exact_because: str | None, num_beside: int = 0) -> None:
-        """Begin a call for the tokens of a grid, beside which `num_beside` others attend."""
+        """Begin a call on a grid's tokens, with `num_beside` others beside them."""
         hidden_states, dtype, grid, _, beside_first = tokens
         device, order = hidden_states.device, None
         if isinstance(grid, str):
             exact_because = exact_because or grid
         else:
-            # A tensor, not (h, w): torch.compile would guard every block on the two integers.
+            # A tensor, not (h, w): torch.compile would guard each block on the two integers.
             *frames, height, width = grid
             order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
             self.last_order = order
@@ -166,7 +165,7 @@ class LayerState(Replaced):
             self.route.learn(workload, device, self._trial(call, int(hidden_states.shape[0])))
 
     def enter_without_grid(self, exact_because: str) -> None:
-        """Begin a call whose grid is not known yet, or not at all."""
+        """Begin a call whose grid is unknown, or not yet known."""
         self.call.set(Call(None, self.config.sizes, exact_because, _backward()))
 
     def leave(self) -> None:
@@ -195,26 +194,26 @@ class LayerState(Replaced):
         backward = _backward()
         if backward != NO_BACKWARD and (call is None or call.backward != backward):
             raise RuntimeError(
-                "a layer with AVQ is recomputed with the call it ran in, but a checkpoint around "
-                "the layer or its block does not keep that; use the model's own gradient "
+                "a layer with AVQ must be recomputed with the call it ran in, which a checkpoint "
+                "around the layer or its block does not keep; use the model's own gradient "
                 "checkpointing, which does."
             )
         return call
 
     def off_because(self) -> str | None:
-        """Why no call of the layer can run AVQ at this moment; None if one can."""
+        """Why no call of the layer can run AVQ now; None if one can."""
         call = self.present_call()
         if call is None:
             return OUTSIDE
         return call.exact_because or self.interception()
 
     def interception(self) -> str | None:
-        """What acts on the scores of exact attention, and would miss AVQ; None if nothing does."""
+        """What acts on attention scores and would bypass AVQ; None if nothing does."""
         return score_interception() or backend_interception(self.usual_backend)
 
     @property
     def num_beside(self) -> int:
-        """How many other tokens attend with those of the grid."""
+        """Number of other tokens beside the grid."""
         call = self.call.get()
         return 0 if call is None else call.num_beside
 
@@ -224,9 +223,9 @@ class LayerState(Replaced):
         """Why a call of the layer runs exact attention; None if it runs AVQ.
 
         Args:
-            num_tokens: of the grid; fewer are left if some were merged.
+            num_tokens: tokens in the call; fewer than the grid's if some were merged.
             hidden_states: batch first, in the dtype of the attention.
-            own: reasons of the kind of model, each behind whether it holds.
+            own: reasons specific to the kind of model, each after whether it applies.
         """
         reason = self.off_because()
         if reason is not None:
@@ -241,7 +240,7 @@ class LayerState(Replaced):
         return self.routed_because(num_tokens, hidden_states)
 
     def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
-        """Why exact attention is the better one for that many tokens of a grid; None if AVQ is."""
+        """Why exact attention is better for this many tokens of a grid; None if AVQ is."""
         route, call = self.route, self.call.get()
         if self.backend == "auto" and (hidden_states.device,) in faults:
             return "the kernels are wrong on this GPU"
@@ -259,25 +258,25 @@ class LayerState(Replaced):
         return None
 
     def _trial(self, call: Call, batch: int) -> Trial | None:
-        """What measures the present call; None if it may not run AVQ, or other than usual."""
+        """A trial of the current call; None if it cannot run AVQ, or has unusual settings."""
         is_usual = self.function is None and self.backend == "auto"
         if not is_usual or call.exact_because or call.query_order is None:
             return None
         num_tokens = call.query_order.shape[0]
         if not self._has_keys_for(call.sizes, num_tokens):
             return None
-        # Kernels are the same for one token and for all that a layer's sequence may have.
+        # Kernels are the same for one token as for all that a layer's sequence may have.
         num_beside = 1 if call.num_beside == REST else call.num_beside
         shape = batch, num_tokens + num_beside, self.num_heads, self.head_dim
         return Trial(self.attend, shape, num_tokens)
 
     def _has_keys_for(self, sizes: Sizes, num_tokens: int) -> bool:
-        """Whether so many tokens are enough for the codewords that are taken from their keys."""
+        """Whether this many tokens are enough to take the codewords from."""
         is_own = self.function is None and self.weights.codebook is None
         return not is_own or num_tokens >= sizes.least_keys
 
     def workload(self, hidden_states: Tensor, sizes: Sizes) -> Workload:
-        """What decides between AVQ and exact attention, for this batch, dtype and sizes."""
+        """The workload for this batch, dtype and sizes."""
         device = hidden_states.device.type
         is_autocast = torch.is_autocast_enabled(device)
         return Workload(
@@ -299,10 +298,10 @@ class LayerState(Replaced):
         sink_value: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """AVQ attention of the present call, as `avq_attention`.
+        """AVQ attention for the current call, like `avq_attention`.
 
-        `query` has the grid's N tokens, or N + T with those of a text; the output is a view of
-        memory (B, N, H, D) or (B, N + T, H, D).
+        `query` has the grid's N tokens, or N + T with a text's; the output is a view of (B, N, H,
+        D) or (B, N + T, H, D) memory.
         """
         options, call = self.options(), self.call.get()
         assert call is not None
@@ -324,14 +323,14 @@ class LayerState(Replaced):
         return output
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `avq_attention` in the present call that are no tensors.
+        """The arguments of `avq_attention` in the current call that are not tensors.
 
         Raises:
             NotImplementedError: ONNX exports the model.
         """
         if torch.onnx.is_in_onnx_export():
             raise NotImplementedError(
-                "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
+                "ONNX has no operators for AVQ; call remove_avq(pipe) to export exact attention."
             )
         config, call = self.config, self.call.get()
         assert call is not None
@@ -347,22 +346,22 @@ class LayerState(Replaced):
         }
 
     def refuse_replica(self, module: nn.Module) -> None:
-        """Refuse a copy of `nn.DataParallel` of the module that begins the layer's calls.
+        """Refuse an `nn.DataParallel` replica of the module that begins the layer's calls.
 
         Raises:
-            NotImplementedError: the layer has a codebook or changes of projections.
+            NotImplementedError: the layer has a codebook or projection changes.
         """
         if getattr(module, "_is_replica", False) and self.weights.are_stored:
             raise NotImplementedError(
-                "nn.DataParallel runs one layer on several devices at once, but what codebooks "
-                "hold of it is on one; use DistributedDataParallel, or AVQ without codebooks."
+                "nn.DataParallel runs one layer on several devices at once, but its codebook is on "
+                "one; use DistributedDataParallel, or AVQ without codebooks."
             )
 
     def count(self, call: str) -> None:
-        """Note the kind of a call, unless it is compiled. An exported program cannot tell later."""
+        """Count a call by kind, unless compiled; warn during export, which cannot report later."""
         if torch.compiler.is_exporting() and call not in (AVQ_CALL, DISABLED, SCHEDULED):
             warnings.warn(
-                f"the exported program holds exact attention in place of AVQ: {call}.", stacklevel=2
+                f"the exported program runs exact attention instead of AVQ: {call}.", stacklevel=2
             )
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
@@ -370,32 +369,32 @@ class LayerState(Replaced):
 
 
 def orders(order: Tensor, query: Tensor, key: Tensor, *, text_first: bool) -> dict[str, Any]:
-    """The orders of `avq_attention` for the keys of a grid, and queries of a text beside it.
+    """The order arguments of `avq_attention` for a grid's keys, and for text queries beside it.
 
     Args:
-        order: (N,) of the grid.
+        order: (N,), query order of the grid.
         query: (B, H, N or N + T, D).
         key: (B, H, N, D).
-        text_first: whether the text is before the grid.
+        text_first: whether the text comes before the grid.
     """
     queries, num_text = order, query.shape[2] - key.shape[2]
     if num_text:
         queries = joint_order(order, num_text, text_first=text_first)
-    # Parts of a model may be on other devices than its input.
+    # Parts of a model may be on a different device than its input.
     return {"query_order": queries.to(query.device), "key_order": order.to(query.device)}
 
 
 def with_sinks(
     key: Tensor, value: Tensor, *, sink_key: Tensor | None, sink_value: Tensor | None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """All keys and values that exact attention has, of the arguments of `avq_attention`."""
+    """All keys and values for exact attention, from the arguments of `avq_attention`."""
     if sink_key is None or sink_value is None:
         return key, value
     return torch.cat([key, sink_key], dim=2), torch.cat([value, sink_value], dim=2)
 
 
 def as_attended(tokens: Tensor) -> Tensor:
-    """Convert to the dtype that autocast gives to attention."""
+    """Convert to the dtype that autocast uses for attention."""
     device = tokens.device.type
     if not torch.is_autocast_enabled(device):
         return tokens
@@ -422,5 +421,5 @@ def _disable(states: Iterable[LayerState], change: int) -> None:
 
 
 def _backward() -> int:
-    """Autograd's number of the backward pass that this thread runs, `NO_BACKWARD` outside."""
+    """Autograd's id of the backward pass this thread is running, `NO_BACKWARD` outside."""
     return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()

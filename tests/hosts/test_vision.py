@@ -200,7 +200,7 @@ def test_an_exported_program_with_a_mask(implementation):
     model.set_attn_implementation(implementation)
     padding = {"attention_mask": torch.arange(65).expand(2, -1) < 60}
     mask = padding if implementation == "sdpa" else {}  # transformers makes one for eager attention
-    with pytest.warns(UserWarning, match="holds exact attention in place of AVQ: attention mask"):
+    with pytest.warns(UserWarning, match="runs exact attention instead of AVQ: attention mask"):
         program = torch.export.export(model, size, mask).module()
     expected = features(remove_avq(model), **mask)
     torch.testing.assert_close(program(*size, **mask)[0], expected)

@@ -162,7 +162,7 @@ def test_trace():
 def test_onnx_is_refused(tmp_path, monkeypatch):
     """In one sentence, by both of PyTorch's exporters."""
     model = Traceable()
-    refused = pytest.raises(NotImplementedError, match=r"^ONNX has no operations for AVQ; call")
+    refused = pytest.raises(NotImplementedError, match=r"^ONNX has no operators for AVQ; call")
     with refused:
         torch.onnx.export(model, inputs(), tmp_path / "unet.onnx", dynamo=False)
     monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
