@@ -1,7 +1,7 @@
-"""Networks whose step is timed, by their differences from the defaults of diffusers.
+"""Networks whose step is timed, as differences from diffusers' defaults.
 
-Sources are `config.json` on the Hub, or the defaults of diffusers' class where these are the
-model's. Off CUDA, a tiny network of the same kind takes the place of one with random weights.
+Sources are `config.json` on the Hub, or the defaults of diffusers' class where these match the
+model. Without CUDA, a tiny network of the same kind replaces one with random weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,26 +27,26 @@ from eval.names import CUDNN, EXACT, FA2, LEVELS, LIMIT, LINFUSION
 Normal = Callable[..., Tensor]
 Inputs = tuple[dict[str, Tensor], dict[str, Any]]
 
-TIMESTEP = 150  # late, where trained attention does most
+TIMESTEP = 150  # late, where trained attention matters most
 TEXT_TOKENS = 77
-POOLED_TEXT = 1280  # of SDXL's second text encoder
+POOLED_TEXT = 1280  # width of SDXL's second text encoder
 SD3_TEXT = 77 + 256  # CLIP's tokens and T5's
 FLUX_TEXT = WAN_TEXT = MINIMAX_TEXT = 512
 HUNYUAN_TEXTS = 1000, 256, 729  # tokens of a prompt, of glyphs in it, and of an image
 WAN_LATENTS = {480: (21, 60, 104), 720: (21, 90, 160)}  # of 81 frames, by lines
 HUNYUAN_LATENTS = {480: (31, 30, 53), 720: (31, 45, 80)}  # of 121 frames, by lines
-# Of 768 lines, by frames: patches of the video, and rows of its sound, at 24 frames and 2 x 40 rows
-# a second.
+# At 768 lines, by frames: patches of the video, and rows of its sound, at 24 frames and 2 x 40 rows
+# per second.
 MINIMAX_PATCHES = {124: (37, 24, 42), 345: (102, 24, 42)}
 MINIMAX_SOUND = {124: 414, 345: 1150}
-# In all of these the ones that a ratio needs come first, so that a run that is cut off has them.
+# In each of these, methods needed for ratios come first, so that a run that is cut short has them.
 TRANSFORMER_METHODS = (
     *(CUDNN, "M64P16C8/own", LIMIT, "M128P32C8E1024/own", "M64P16C8E256/own", EXACT),
 )
 UNET_METHODS = (
     *(EXACT, LIMIT, "M64P16C8/own", "M64P16C8", "M64P16C8/fastest", "M64P16C8/tuned"),
     *("M64P16C8@L0", "M32P8C8", "M128P32C8"),
-    "M136@L0",  # flat VQ of M64P16C8's kernel time
+    "M136@L0",  # flat VQ with M64P16C8's kernel time
     *(FA2, "tome", "tome@L01", LINFUSION),
 )
 SDXL_METHODS = (
@@ -58,13 +58,13 @@ SDXL_METHODS = (
 def unet_inputs(
     config: Mapping[str, Any], side: int, batch: int, normal: Normal, scale: int = 8
 ) -> Inputs:
-    """Inputs that change from call to call, and inputs that stay: those of a UNet.
+    """A UNet's inputs: those that change from call to call, and those that stay.
 
     Args:
-        config: of the network.
-        side: of the image in pixels.
-        batch: entries.
-        normal: makes normal numbers of a shape, as `torch.randn` does.
+        config: the network's configuration.
+        side: side of the image in pixels.
+        batch: batch size.
+        normal: makes normal numbers of a shape, like `torch.randn`.
         scale: pixels per latent along a side.
     """
     sample = normal(batch, config["in_channels"], side // scale, side // scale)
@@ -199,7 +199,7 @@ class Model:
     """A model whose network is timed.
 
     Attributes:
-        title: in results.
+        title: title in results.
         kind: diffusers' class.
         config: its arguments.
         inputs: see `unet_inputs`.
@@ -207,13 +207,13 @@ class Model:
         stem: prefix of the result files.
         methods: default methods, the most important first.
         weights: folder with weights; None makes random ones.
-        batch: 2 with guidance by an empty prompt.
-        levels: UNet levels at which attention may change.
+        batch: 2 for guidance with an empty prompt.
+        levels: UNet levels where attention may change.
         multiple: a side must be a multiple of it; None if only the default sides are possible.
-        part: other arguments for the few blocks that stand for all.
-        times: all blocks over those of the part.
-        has_mask: whether its attention has a mask, which the host reads.
-        tiny: fields of the model that stands for this one off CUDA, with further `config`.
+        part: other arguments, for the few blocks that stand for all.
+        times: ratio of all blocks to those of the part.
+        has_mask: whether its attention has a mask, which is read on the host.
+        tiny: fields of the model that replaces this one without CUDA, with more `config`.
     """
 
     title: str
@@ -272,7 +272,7 @@ SDXL = {
 TINY_UNET = {
     "cross_attention_dim": 32,
     "norm_num_groups": 8,
-    "attention_head_dim": 2,  # the number of heads, by diffusers' name for it
+    "attention_head_dim": 2,  # diffusers' name for the number of heads
 }
 TINY_SDXL = {
     "sample_size": 32,

@@ -66,8 +66,8 @@ def keys_command(
         int,
         typer.Option(
             min=1,
-            help="Make each photograph a camera's pan of so many frames, a stand-in for a video "
-            "whose tokens all attend to each other.",
+            help="Turn each photograph into a camera pan of this many frames, a stand-in for a "
+            "video whose tokens all attend to each other.",
         ),
     ] = 1,
     device: Device = "cpu",

@@ -1,4 +1,4 @@
-"""The self-attention of a model, layer by layer: see its calls, or answer them."""
+"""A model's self-attention, layer by layer: observe its calls, or answer them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,9 +18,9 @@ SINKS = "sink_key", "sink_value"
 
 
 class Call(NamedTuple):
-    """One call of a layer, as `avq_attention` takes it.
+    """One call of a layer, in the form of `avq_attention`.
 
-    Sinks are the tokens beside the grid: a text, CLS and registers.
+    Sinks are the tokens beside the grid: text, CLS and registers.
     """
 
     layer: str
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of the grid."""
+        """The grid's tokens."""
         return self.key.shape[2]
 
     @property
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     @property
     def columns(self) -> tuple[Tensor, Tensor]:
-        """All keys and values, those of the grid first."""
+        """All keys and values, the grid's first."""
         if self.sink_key is None or self.sink_value is None:
             return self.key, self.value
         return (
@@ -54,14 +54,14 @@ class Call(NamedTuple):
         )
 
     def exact(self) -> Tensor:
-        """Exact attention, computed in float32 at least."""
+        """Exact attention, in float32 or wider."""
         dtype = torch.promote_types(self.query.dtype, torch.float32)
         tensors = (x.to(dtype) for x in (self.query, *self.columns))
         return F.scaled_dot_product_attention(*tensors, scale=self.scale)
 
 
 def joined(call: Call, frames: int) -> Call:
-    """A call on square frames (B * frames, H, N, D) as one on videos (B, H, frames * N, D)."""
+    """Join a call on square frames (B * frames, H, N, D) to one on videos (B, H, frames * N, D)."""
 
     def join(tokens: Tensor | None) -> Tensor | None:
         if tokens is None:
@@ -79,8 +79,8 @@ def answered(
 ) -> AbstractContextManager[None]:
     """Let `answer` compute the layers that AVQ could run in, inside the `with` block.
 
-    Calls on grids of fewer tokens are exact, and so are those that AVQ would not serve. So many
-    `frames` of the batch are a video, whose tokens meet each other.
+    Calls on grids with fewer tokens are exact, like those that AVQ would not serve. Each `frames`
+    entries of the batch form a video, whose tokens all attend to each other.
 
     Raises:
         TypeError: `model` has no such layer.

@@ -1,13 +1,13 @@
 """Error of attention methods on the queries, keys and values of a model: `python -m eval keys`.
 
-columns       codewords and keys of the grid that a query meets, at most; unknown for Sol-Attn
-error         |o - exact| / |exact| of a layer's output o, where all layers before are exact
-features_off  the same of the model's output, with the method in all layers of so many tokens
-ms            of one layer with everything that the method computes; on a GPU only (peers get
+columns       most codewords and keys of the grid that a query attends to; unknown for Sol-Attn
+error         |o - exact| / |exact| of a layer's output o, with all layers before it exact
+features_off  the same for the model's output, with the method in all layers of that many tokens
+ms            time of one layer, with everything that the method computes; only on a GPU (peers get
               their inputs in order, see eval/keys/peers.py)
 
-Exact attention is computed in float32, of the same inputs. Errors are means over the tests of a
-subject, and then over layers.
+Exact attention is computed in float32 from the same inputs. Errors are means over a subject's
+tests, and then over layers.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -47,7 +47,7 @@ from eval.store.markdown import rows_table
 from eval.store.plots import Panel, lines
 
 Row = dict[str, Any]
-Attention = Callable[..., Callable[[], Tensor]]  # what computes a call
+Attention = Callable[..., Callable[[], Tensor]]  # makes the function that computes a call
 
 MIN_TOKENS = 1024
 COLUMNS = {
@@ -66,7 +66,7 @@ def measured_method(name: str, words: Sequence[str]) -> MethodName:
     these words.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is neither.
     """
     method = parse_method(name, levels=(0,))
     if method.config is None:
@@ -103,15 +103,15 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
 
     Args:
         subject: a model and its passes.
-        names: of methods, see `key_method`.
+        names: names of methods, see `key_method`.
 
     Returns:
-        A row for each number of tokens and each method. `layers` has the error of each layer.
+        A row per number of tokens and method. `layers` has the error of each layer.
 
     Raises:
         ImportError: the package of a peer is missing.
         TypeError: AVQ does not know the model.
-        ValueError: a name is no method, a peer cannot run here, or the model has no such layer.
+        ValueError: a name is not a method, a peer cannot run here, or the model has no such layer.
     """
     methods = {name: key_method(name) for name in names}
     for name, method in methods.items():
@@ -121,7 +121,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         name: partial(_attention, method, stored_codebooks(subject, method))
         for name, method in methods.items()
     }
-    # By the number of tokens: by layer and method, and of each layer.
+    # By number of tokens: errors by layer and method, and one call per layer.
     errors: dict[int, dict[str, dict[str, list[float]]]] = {}
     first_calls: dict[int, dict[str, Call]] = {}
 
@@ -175,20 +175,17 @@ def keys_table(rows: Sequence[Row]) -> str:
 
 
 def keys_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """A row of panels for each number of tokens: errors over columns and over time.
-
-    A scheme is a line.
-    """
+    """A row of panels per number of tokens: errors against columns and time, a line per scheme."""
     rows = [row for row in rows if row["scheme"] not in (EXACT, NO_ATTENTION)]
     axes = [("columns", "error"), ("columns", "features_off"), ("ms", "error")]
     return [[_panel(of_size, x, y) for x, y in axes] for of_size in by_tokens(rows)]
 
 
 def dial_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Error over time of what is faster than exact attention, a panel for each number of tokens.
+    """Error against time for what is faster than exact attention, a panel per number of tokens.
 
-    Own codewords are one line: the sizes that no others beat in both. A dashed line is the time of
-    exact attention.
+    Own codewords are one line: the sizes that no others beat in both. A dashed line marks exact
+    attention's time.
     """
     panels = []
     for of_size in by_tokens([row for row in rows if "ms" in row]):
@@ -220,7 +217,7 @@ def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
 
 
 def scheme_of(method: MethodName) -> str:
-    """What a curve has in common: how codewords come about, but not how many they are."""
+    """What the points of a curve share: how codewords are made, but not how many."""
     if method.source in PEERS:
         return KINDS[method.kind].label.rpartition(", ")[0]  # without the setting
     if method.source == TOME:
@@ -239,7 +236,7 @@ def scheme_of(method: MethodName) -> str:
 
 
 def columns_of(method: MethodName, num_tokens: int) -> int | None:
-    """Codewords and keys that a query meets at most; None for Sol-Attn, whose queries choose."""
+    """Most codewords and keys that a query attends to; None for Sol-Attn, where queries choose."""
     if method.config is not None:
         return min(method.config.effective_codewords + method.config.exact_keys, num_tokens)
     if method.source == POOLED:
@@ -267,7 +264,7 @@ def stored_codebooks(subject: Subject, method: MethodName) -> AVQCodebooks | Non
 def _attention(
     method: MethodName, codebooks: AVQCodebooks | None, call: Call, *, timed: bool = False
 ) -> Callable[[], Tensor]:
-    """What computes a call by a method. A timed peer leaves its tokens in the order of blocks."""
+    """A method's attention. A timed peer leaves its tokens in the order of blocks."""
     if method.config is not None:
         codebook = None if codebooks is None else codebooks.codebook(call.layer)
         arguments = call.arguments | method.config.attention_arguments
@@ -279,7 +276,7 @@ def _attention(
     num_queries = call.query.shape[2]
     if method.source == NO_ATTENTION:
         return lambda: values[:, :, :num_queries]
-    # Blocks are cut of one sequence. Keys stand in for queries that tokens beside the grid lack.
+    # Blocks are cut from one sequence. Keys stand in for missing queries of tokens beside the grid.
     queries = torch.cat([call.query, keys[:, :, num_queries:]], dim=2)
     beside = torch.arange(call.num_tokens, keys.shape[2], device=keys.device)
     order = torch.cat([call.key_order.long(), beside])
@@ -303,12 +300,12 @@ def _out_of_order(run: Callable[[], Tensor], order: Tensor) -> Tensor:
 
 
 def _answer(attention: Attention, num_tokens: int, call: Call) -> Tensor:
-    """The method for calls of so many tokens, exact attention for all others."""
+    """The method for calls with this many tokens, exact attention for all others."""
     return attention(call)() if call.num_tokens == num_tokens else call.exact()
 
 
 def _times(attentions: Collection[Attention], calls: Sequence[Call]) -> list[Row]:
-    """Time of each method in these layers: the mean over them; unknown without any."""
+    """Time of each method, averaged over these layers; unknown without layers."""
     if not calls:
         return [{} for _ in attentions]
     runs = [[attention(call, timed=True) for call in calls] for attention in attentions]

@@ -1,17 +1,17 @@
-"""Peers with kernels of their own, on a GPU: PISA and Sol-Attn.
+"""Peers with their own kernels, on a GPU: PISA and Sol-Attn.
 
-    pisa@.15   PISA (arXiv 2602.01077), the published first order: .15 of the blocks are exact
-    pisa0@.15  its later version of zeroth order, without the Taylor term
+    pisa@.15   PISA (arXiv 2602.01077), the published first order: 0.15 of the blocks are exact
+    pisa0@.15  its later zeroth-order version, without the Taylor term
     sol@1.3    Sol-Attn (arXiv 2607.24027): blocks more than 1.3 standard deviations above the mean
-               are exact, and so are a block itself and its neighbours
+               are exact, like a block itself and its neighbours
 
-Both cut the tokens into blocks of `BLOCK`, the last one shorter, so any number of tokens is
-measured as it is. Their code is not in this repository; `_PEERS` says where it is.
+Both cut the tokens into blocks of `BLOCK`, the last one shorter, so any number of tokens can be
+measured unchanged. Their code is not in this repository; `_PEERS` says where it is.
 
-Blocks need tokens in an order of neighbours. Models that use these kernels reorder their tokens
-once for all layers, so the order and the layout of the inputs are not timed. All else is: means,
-scores, the choice of blocks. Their autotuners forget how many blocks are exact, so each setting has
-a cache of its own.
+Blocks need neighbouring tokens to be adjacent. Models that use these kernels reorder their tokens
+once for all layers, so reordering and input layout are not timed. Everything else is: means,
+scores, the choice of blocks. Their autotuners ignore how many blocks are exact, so each setting
+gets its own cache.
 
 Shapes: B batch, H heads, N tokens, D head dim.
 """
@@ -30,7 +30,7 @@ from eval.names import PISA, PISA_ZEROTH, SOL
 
 
 class Peer(NamedTuple):
-    """Where a peer's kernels are, how they come there, and what they take."""
+    """Where a peer's kernels are, how to install them, and what they take."""
 
     module: str
     install: str
@@ -65,20 +65,20 @@ def check_peer(name: str, source: str, weight: Tensor) -> None:
 
     Raises:
         ImportError: its package is missing.
-        ValueError: the device is no GPU, or it does not take the dtype.
+        ValueError: the device is not a GPU, or the peer does not take the dtype.
     """
     if not weight.is_cuda:
-        raise ValueError(f"{name} runs on a GPU only: --device cuda.")
+        raise ValueError(f"{name} only runs on a GPU: --device cuda.")
     if weight.dtype not in _PEERS[source].dtypes:
         dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in _PEERS[source].dtypes)
-        raise ValueError(f"{name} takes {dtypes} only: --dtype {dtypes.split()[-1]}.")
+        raise ValueError(f"{name} only takes {dtypes}: --dtype {dtypes.split()[-1]}.")
     load_peer(source)
 
 
 def attention_in_order(
     source: str, setting: float, inputs: Sequence[Tensor], scale: float | None = None
 ) -> Tensor:
-    """Attention (B, H, N, D) by a peer's kernels over what `arranged` returns."""
+    """Attention (B, H, N, D) with a peer's kernels over the tensors from `arranged`."""
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
     module = load_peer(source)
     _tune_apart(module, (source, setting, inputs[0].shape))
@@ -89,7 +89,7 @@ def attention_in_order(
 
 
 def arranged(source: str, *tensors: Tensor, query_order: Tensor | None = None) -> list[Tensor]:
-    """Tensors (B, H, N, D) in an order of tokens, contiguous: Sol-Attn has (B, N, H, D)."""
+    """Contiguous tensors (B, H, N, D) in an order of tokens; for Sol-Attn (B, N, H, D)."""
     if query_order is not None:
         order = query_order.long()
         tensors = tuple(x[:, :, order] for x in tensors)
@@ -112,8 +112,8 @@ def load_peer(source: str) -> ModuleType:
             f"{source} needs the package {package}: {peer.install} ({error})."
         ) from error
     if source == SOL:
-        # The check allows heads of 128 only, but the Triton kernels take 64 as well: zeros up to
-        # 128 would double their work.
+        # The check only allows head dim 128, but the Triton kernels also take 64: padding to 128
+        # would double their work.
         module._validate_inputs = lambda query, *_: torch.cuda.get_device_capability(query.device)
     elif source == PISA:  # its descriptors need memory on the device
         module.triton.set_allocator(
@@ -126,7 +126,7 @@ _tuned: dict[Any, dict[Any, Any]] = {}
 
 
 def _tune_apart(module: ModuleType, setting: tuple[Any, ...]) -> None:
-    """Give the kernels of a module the choices that were tuned at this setting."""
+    """Give a module's kernels the tuning cache of this setting."""
     from triton.runtime import Autotuner
 
     for name, kernel in vars(module).items():

@@ -1,4 +1,4 @@
-"""Photographs inside the packages scikit-image and scikit-learn."""
+"""Photographs shipped with scikit-image and scikit-learn."""
 
 import numpy as np
 import torch
@@ -18,14 +18,14 @@ PHOTOGRAPHS = (
     "coins",
     "grass",
 )
-WINDOW = 0.75  # side of a frame of a pan, of the square that the camera passes over
+WINDOW = 0.75  # side of a pan's frame, as a share of the square that the camera passes over
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 def photograph(name: str, size: int, frames: int = 1) -> Tensor:
-    """The square centre of a photograph, resized: (1, 3, size, size), normalized as for ImageNet.
+    """A photograph's centre square, resized: (1, 3, size, size), normalized as for ImageNet.
 
-    With `frames`, a pan of the camera over it, from corner to corner: (frames, 3, size, size).
+    With `frames`, a camera pan over it from corner to corner: (frames, 3, size, size).
 
     Raises:
         ImportError: scikit-image or scikit-learn is missing.
@@ -43,7 +43,7 @@ def photograph(name: str, size: int, frames: int = 1) -> Tensor:
 
 
 def read_photograph(name: str) -> Image.Image:
-    """A photograph in RGB, of its own size.
+    """A photograph in RGB, in its own size.
 
     Raises:
         ImportError: scikit-image or scikit-learn is missing.

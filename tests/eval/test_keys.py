@@ -206,9 +206,9 @@ def test_a_wrong_method_is_refused(name, message):
 @pytest.mark.parametrize(
     ("source", "device", "dtype", "error", "message"),
     [
-        (SOL, "cpu", "bfloat16", ValueError, "sol@1 runs on a GPU only: --device cuda"),
-        (SOL, "cuda", "float16", ValueError, "sol@1 takes bfloat16 only: --dtype bfloat16"),
-        (PISA, "cuda", "float32", ValueError, "pisa@1 takes float16 or bfloat16 only: --dtype b"),
+        (SOL, "cpu", "bfloat16", ValueError, "sol@1 only runs on a GPU: --device cuda"),
+        (SOL, "cuda", "float16", ValueError, "sol@1 only takes bfloat16: --dtype bfloat16"),
+        (PISA, "cuda", "float32", ValueError, "pisa@1 only takes float16 or bfloat16: --dtype b"),
         (PISA, "cuda", "bfloat16", ImportError, "needs the package piecewise_attn: .*xie-lab-ml"),
         (SOL, "cuda", "bfloat16", ImportError, "needs the package sol_attn: .*Sana@sol-engine"),
     ],

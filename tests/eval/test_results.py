@@ -127,7 +127,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("keys", "eval: there is no runs/vit; --download fetches it."),
         ("keys --sizes 518,14", "eval: --sizes must be at least 64, but got 14."),
         ("keys --dtype half", "--dtype must be one of float32, float16, bfloat16, but got 'half'."),
-        ("keys --model none/here", "none/here is neither a pipeline of diffusers nor a model of"),
+        (
+            "keys --model none/here",
+            "none/here cannot be loaded as a diffusers pipeline or a transformers",
+        ),
         ("vision features", "eval: there is no runs/vit; --download fetches it."),
         ("vision features --methods pooled@E64", "methods here are exact, value-projection and"),
         ("vision features --methods M8/fastest", "methods here are exact, value-projection and"),
