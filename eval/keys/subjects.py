@@ -100,8 +100,8 @@ def subject_of(
     """Prepare a model for images of one size.
 
     A vision model sees photographs, or pans of a camera over them, whose frames attend to each
-    other. A pipeline makes images of prompts in a few steps, and three
-    calls of its denoiser are the tests of an image.
+    other. A pipeline makes images of prompts in a few steps, and three calls of its denoiser are
+    the tests of an image.
 
     Args:
         num_images: how many photographs or prompts are tests; the rest are for calibration.
