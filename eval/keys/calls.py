@@ -14,8 +14,6 @@ from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts import attention_replaced
 
-SINKS = "sink_key", "sink_value"
-
 
 class Call(NamedTuple):
     """One call of a layer, in the form of `avq_attention`.
@@ -68,9 +66,10 @@ def joined(call: Call, frames: int) -> Call:
             return None
         return tokens.unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
 
+    names = "query", "key", "value", "sink_key", "sink_value"
     side = isqrt(call.num_tokens)
     order = query_order(side, side, device=call.query.device, frames=frames)
-    tensors = {x: join(getattr(call, x)) for x in ("query", "key", "value", *SINKS)}
+    tensors = {name: join(getattr(call, name)) for name in names}
     return call._replace(**tensors, query_order=order, key_order=order)
 
 

@@ -144,6 +144,13 @@ def test_rows_of_a_transformer(transformer):
         assert {tuple(x.calls) for x in layer_states(transformer.network)} == {("AVQ",)}
 
 
+def test_a_model_with_a_mask_is_timed_in_eager_steps():
+    """Catches exact attention that is timed as AVQ, since compiled code cannot read the mask."""
+    bench = bench_of(TRANSFORMERS["hunyuan15"].for_device(CPU), CPU)
+    (row,) = rows_of(bench, ["M4P2C2/own"], "compile").values()
+    assert (row["ms"], row["note"]) == (None, "AVQ reads a mask on the host, in eager steps only")
+
+
 def test_times_are_those_of_all_blocks():
     rows = [{"method": "exact", "ms": 6.0}, {"method": "limit", "ms": 2.0}]
     rows += [{"method": "cudnn", "ms": None}]

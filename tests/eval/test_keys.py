@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Dinov2Config, Dinov2Model
 
 from avq_diffusers import calibrate
+from avq_diffusers.attention.orders import query_order
 from eval.keys import measuring, peers, photographs, subjects, vit
 from eval.keys.calls import Call, answered
 from eval.keys.measuring import dial_panels, keys_panels, measure
@@ -184,6 +185,31 @@ def test_a_text_is_beside_the_image(tmp_path):
         assert not torch.allclose(one.tests[0](), expected, rtol=1e-3)
 
 
+def test_frames_attend_to_each_other():
+    """Catches frames that stay alone, tokens that change places on the way there or back, and the
+    order of one frame."""
+    model, calls = tiny_vit(), []
+    pixels = torch.randn(6, 3, SIDE * 14, SIDE * 14, generator=torch.Generator().manual_seed(1))
+
+    def values(call):
+        calls.append(call)
+        return call.value
+
+    outputs = []
+    for frames in (1, 3):
+        with answered(model, values, min_tokens=9, frames=frames):
+            outputs.append(vision_pass(model, pixels)())
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    images, videos = calls[0], calls[2]
+    for name in ("query", "key", "value", "sink_key", "sink_value"):
+        first, second = getattr(images, name).split(3)
+        expected = torch.stack([torch.cat(list(x), dim=1) for x in (first, second)])
+        assert torch.equal(getattr(videos, name), expected)
+    expected = query_order(SIDE, SIDE, frames=3)
+    assert torch.equal(videos.query_order, expected)
+    assert torch.equal(videos.key_order, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -279,6 +305,10 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert path.with_suffix(".png").stat().st_size > 10_000
     (panels,) = keys_panels(document["rows"])
     assert [len(panel.lines) for panel in panels] == [3, 3, 0]
+    arguments[3], arguments[5] = 322, "exact,M8/own"
+    run_command(monkeypatch, "keys", *arguments, "--frames", 2)
+    document = json.loads((tmp_path / "keys_model_2_frames_cpu_bfloat16.json").read_text())
+    assert (document["frames"], document["rows"][0]["tokens"]) == (2, 2 * 23 * 23)
 
 
 def test_the_dial_is_what_nothing_of_its_own_beats():
@@ -313,6 +343,27 @@ def test_a_photograph_is_the_square_in_its_middle(monkeypatch):
     )
     found = photographs.photograph("any", 4)
     torch.testing.assert_close(found, expected[None, :, None, None].expand(1, 3, 4, 4))
+
+
+def test_a_pan_goes_from_corner_to_corner(monkeypatch):
+    """Catches frames that are all alike, and a camera that leaves the square or turns."""
+    ramp = np.zeros((80, 120, 3), np.uint8)
+    ramp[:, 20:100, 0] = 2 * np.arange(80)
+    ramp[:, 20:100, 1] = 3 * np.arange(80)[:, None]
+    monkeypatch.setattr(photographs, "_read", lambda name: ramp)
+    frames = photographs.photograph("any", 60, 3)
+    pixels = frames * torch.tensor(photographs.STD)[:, None, None]
+    red, green, _ = (255 * (pixels + torch.tensor(photographs.MEAN)[:, None, None])).unbind(1)
+    inside = slice(4, -4)  # the filter reaches beyond the frame
+    for frame, start in enumerate((0, 10, 20)):
+        place = torch.arange(start, start + 60.0)[inside]
+        assert (red[frame, inside, inside] - 2 * place).abs().max() <= 1
+        assert (green[frame, inside, inside] - 3 * place[:, None]).abs().max() <= 1
+
+
+def test_a_pipeline_has_no_frames():
+    with pytest.raises(ValueError, match="--frames is for vision models, but got 2 of a pipeline"):
+        subject_of(tiny_pipe(), 64, 1, ["a red fox"], 2)
 
 
 @pytest.mark.parametrize(
