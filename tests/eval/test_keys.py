@@ -362,7 +362,7 @@ def test_a_pan_goes_from_corner_to_corner(monkeypatch):
 
 
 def test_a_pipeline_has_no_frames():
-    with pytest.raises(ValueError, match="--frames is for vision models, but got 2 of a pipeline"):
+    with pytest.raises(ValueError, match="--frames is for vision models, but got 2 for a pipeline"):
         subject_of(tiny_pipe(), 64, 1, ["a red fox"], 2)
 
 
