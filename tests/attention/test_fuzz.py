@@ -80,7 +80,7 @@ HARD = {
     "more keys than queries": {"keys": 70},
     "fewer keys than queries": {"queries": 70, "keys": 33, "query_tile": 128},
     "rows of a block that belong to the next tile": {"query_tile": 24, "queries": 50},
-    "no order": {"query_order": None, "heads": 3},
+    "no order": {"query_order": None, "heads": 2},
     "no padding column": {"head_dim": 64},
     "all parents refined": {"num_refined": 6},
     "all but one refined": {"num_refined": 5, "num_children": 1},
