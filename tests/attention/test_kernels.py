@@ -86,7 +86,7 @@ def use(monkeypatch):
 
 @pytest.mark.parametrize(
     ("parent_block", "running_max", "refined"),
-    [(16, False, 3), (16, True, 0), (64, False, 0), (64, True, 3)],  # every pair of settings
+    [(16, False, 3), (16, True, 0), (64, False, 0), (64, True, 16)],  # every pair
 )
 def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, refined, use):
     use(AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
@@ -96,7 +96,8 @@ def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, ref
 @pytest.mark.parametrize(("head_dim", "refined"), [(72, 3), (88, 0)])
 def test_columns_in_two_blocks_give_the_same(head_dim, refined, use):
     use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_columns=32))
-    check(drawn(head_dim=head_dim, num_parents=20 if refined else 12, num_refined=refined))
+    shape = {"head_dim": head_dim, "num_parents": 20 if refined else 12, "num_sinks": 5}
+    check(drawn(**shape, num_refined=refined, exact_keys=9))
 
 
 PRECOMPUTE = {
@@ -120,6 +121,18 @@ def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     use(**PRECOMPUTE[name])
     fixed = {"has_codebook": True, "codewords": codewords, "kind": "one hot leaf"}
     check(drawn(queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
+
+
+def test_parents_from_the_keys_that_are_loaded_again(use):
+    """Catches a centre of some blocks of parents only."""
+    use(sort_parents=16, sort_shared=0)
+    check(drawn(num_parents=20, num_refined=0, dtype=FP32))
+
+
+def test_exact_keys_of_cells_in_pieces(use):
+    """Catches an order of leaves that forgets the pieces before, and squares of other leaves."""
+    use(piece_keys=32, leaf_keys=16)
+    check(drawn(keys=260, num_parents=3, num_refined=2, exact_keys=60, dtype=FP32))
 
 
 def test_updated_parents_in_several_blocks():

@@ -97,8 +97,19 @@ def test_wrong_kernels_change_no_output(monkeypatch, fault):
     assert not self_check.folder.exists()
 
 
+def lack(tensor):
+    raise OutOfResources(200_000, 100_000, "shared memory")
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
-def test_wrong_gradients_train_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.mul_(1.25), "a wrong result on this GPU .* gradients, error"),
+        (lack, "AVQ runs in PyTorch for calls such as this one: out of"),
+    ],
+)
+def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
     """Catches a check of the forward pass only, and one gradient that passes for all."""
 
     def gradients(backend):
@@ -106,8 +117,8 @@ def test_wrong_gradients_train_nothing(monkeypatch):
         avq_attention(*tokens, **OPTIONS, backend=backend).sum().backward()
         return [x.grad for x in tokens]
 
-    spoil(monkeypatch, "key_gradients_kernel", "grad_value", lambda x: x.mul_(1.25))
-    with pytest.warns(UserWarning, match="a wrong result on this GPU .* gradients, error"):
+    spoil(monkeypatch, "key_gradients_kernel", "grad_value", change)
+    with pytest.warns(UserWarning, match=message):
         found = gradients("triton")
     assert all(map(torch.equal, found, gradients("torch")))
 
