@@ -97,6 +97,21 @@ def test_wrong_kernels_change_no_output(monkeypatch, fault):
     assert not self_check.folder.exists()
 
 
+def gradients(backend: str) -> list[torch.Tensor]:
+    tokens = [x.half().requires_grad_() for x in TOKENS]
+    avq_attention(*tokens, **OPTIONS, backend=backend).sum().backward()
+    return [x.grad for x in tokens]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
+def test_gradients_of_a_verified_gpu_are_those_of_the_kernels(monkeypatch):
+    """Catches gradients of the kernels that PyTorch's replace."""
+    monkeypatch.setattr(self_check, "is_verified", lambda device: True)
+    right = gradients("triton")
+    spoil(monkeypatch, "key_gradients_kernel", "grad_value", lambda x: x.mul_(1.25))
+    torch.testing.assert_close(gradients("triton")[2], 1.25 * right[2])
+
+
 def lack(tensor):
     raise OutOfResources(200_000, 100_000, "shared memory")
 
@@ -111,12 +126,6 @@ def lack(tensor):
 )
 def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
     """Catches a check of the forward pass only, and one gradient that passes for all."""
-
-    def gradients(backend):
-        tokens = [x.half().requires_grad_() for x in TOKENS]
-        avq_attention(*tokens, **OPTIONS, backend=backend).sum().backward()
-        return [x.grad for x in tokens]
-
     spoil(monkeypatch, "key_gradients_kernel", "grad_value", change)
     with pytest.warns(UserWarning, match=message):
         found = gradients("triton")
