@@ -116,7 +116,7 @@ FOR_PYTORCH = {
     "all keys exact": {"queries": 30, "exact_keys": 30},
     "more parents than keys": STORED | {"num_parents": 60, "num_refined": 25},
     "stored codewords, updated": STORED
-    | {"num_updates": 1, "kind": "empty parents", "num_parents": 13},
+    | {"num_updates": 1, "kind": "empty parents", "num_parents": 13, "head_dim": 2},
     "stored codewords, exact keys and sinks": STORED | {"exact_keys": 9, "num_sinks": 5},
 }
 # `test_kernels.py` has head dim 40, orders of 32 bits, and logits of any size.
