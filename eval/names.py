@@ -272,8 +272,3 @@ def row_label(row: Mapping[str, Any]) -> str:
 
 
 METHOD_COLUMNS = {"method": row_label, "effective codewords": figure("effective_codewords")}
-
-
-def method_cells(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a row under `METHOD_COLUMNS`."""
-    return [column(row) for column in METHOD_COLUMNS.values()]

@@ -28,11 +28,6 @@ from eval.store.markdown import markdown_table, rows_table
 
 Row = dict[str, Any]
 
-CAPABILITIES = (80, 86, 89, 90, 100, 120)
-HEAD_DIMS = (40, 64, 80, 128)
-# Stored codewords, own codewords with an update, and exact keys.
-METHODS = ("M64P16C8", "M64P16C8/own1", "M64P16C8E256/own")
-SINKS = (0, 333)
 BATCH, HEADS, TOKENS = 2, 8, 4096
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {

@@ -45,10 +45,6 @@ def attend(backend: str, *inputs: Tensor | Codebook | None, **options: object) -
     return avq_attention(*map(moved, inputs), backend=backend, **options).double().cpu()
 
 
-def shuffled(length: int) -> Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(1))
-
-
 def one_channel(numbers: object, head_dim: int = 8) -> Tensor:
     """Tokens (1, 1, N, D) whose first channel is given, and the others are 0."""
     return F.pad(torch.as_tensor(numbers, dtype=FP64)[None, None, :, None], (0, head_dim - 1))

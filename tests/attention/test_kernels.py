@@ -86,7 +86,7 @@ def use(monkeypatch):
 
 @pytest.mark.parametrize(
     ("parent_block", "running_max", "refined"),
-    [(16, False, 0), (16, True, 3), (16, False, 3), (64, False, 3), (64, True, 0)],
+    [(16, False, 3), (16, True, 0), (64, False, 0), (64, True, 16)],  # every pair
 )
 def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, refined, use):
     use(AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
@@ -96,7 +96,8 @@ def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, ref
 @pytest.mark.parametrize(("head_dim", "refined"), [(72, 3), (88, 0)])
 def test_columns_in_two_blocks_give_the_same(head_dim, refined, use):
     use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_columns=32))
-    check(drawn(head_dim=head_dim, num_parents=20, num_refined=refined))
+    shape = {"head_dim": head_dim, "num_parents": 20 if refined else 12, "num_sinks": 5}
+    check(drawn(**shape, num_refined=refined, exact_keys=9))
 
 
 PRECOMPUTE = {
@@ -120,6 +121,18 @@ def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     use(**PRECOMPUTE[name])
     fixed = {"has_codebook": True, "codewords": codewords, "kind": "one hot leaf"}
     check(drawn(queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
+
+
+def test_parents_from_the_keys_that_are_loaded_again(use):
+    """Catches a centre of some blocks of parents only."""
+    use(sort_parents=16, sort_shared=0)
+    check(drawn(num_parents=20, num_refined=0, dtype=FP32))
+
+
+def test_exact_keys_of_cells_in_pieces(use):
+    """Catches an order of leaves that forgets the pieces before, and squares of other leaves."""
+    use(piece_keys=32, leaf_keys=16)
+    check(drawn(keys=260, num_parents=3, num_refined=2, exact_keys=60, dtype=FP32))
 
 
 def test_updated_parents_in_several_blocks():
@@ -195,14 +208,10 @@ def test_empty_codewords_change_nothing_however_large_their_logits(refined):
 
 # What may change without changing a bit of the output or of a gradient.
 SAME_BITS = {
-    "nothing": lambda x: x,
     "queries of another tile": lambda x: spoiled(x, query=x.tokens["query"].index_fill(2, LAST, 9)),
-    **{
-        name: lambda x, layout=LAYOUTS[name]: replace(
-            x, tokens={name: layout(y) for name, y in x.tokens.items()}
-        )
-        for name in ("channels first", "part of a projection", "every second token")
-    },
+    "a layout for each of query, key and value": lambda x: spoiled(
+        x, **{name: LAYOUTS[layout](x.tokens[name]) for name, layout in OTHERS.items()}
+    ),
     "NaN around the tokens, and rows that are not aligned": lambda x: replace(
         x, tokens={name: amid_nan(y) for name, y in x.tokens.items()}
     ),
@@ -211,6 +220,7 @@ SAME_BITS = {
     ),
 }
 LAST = torch.arange(32, 40, device=DEVICE)
+OTHERS = {"query": "channels first", "key": "part of a projection", "value": "every second token"}
 
 
 def amid_nan(tokens: Tensor) -> Tensor:

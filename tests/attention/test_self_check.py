@@ -14,7 +14,7 @@ from avq_diffusers.attention.triton import call, launch, tuning
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {"num_parents": 8, "num_children": 4, "num_refined": 2, "query_tile": 32}
 TOKENS = [
-    torch.randn(2, 2, 100, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+    torch.randn(2, 1, 100, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
     for i in range(3)
 ]
 
@@ -58,14 +58,27 @@ def roll(tensor):
 
 
 ALL = slice(None)
-WRONG = {
-    "a row is missing": ("attention_kernel", "output", fill(0, ALL, ALL, 7)),
-    "a number is NaN": ("attention_kernel", "output", fill(torch.nan, -1, 0, 3, 5)),
-    "two rows change places": ("attention_kernel", "output", swap),
-    "channels are shifted": ("attention_kernel", "output", roll),
-    "the last rows are missing": ("attention_kernel", "output", fill(0, ALL, ALL, slice(96, None))),
-    "a quarter too much": ("attention_kernel", "output", lambda x: x.mul_(1.25)),
-    "a head is that of another": ("attention_kernel", "output", lambda x: x[:, 0].copy_(x[:, 1])),
+WRONG_OUTPUTS = {
+    "a row is missing": fill(0, ALL, ALL, 7),
+    "a number is NaN": fill(torch.nan, -1, 0, 3, 5),
+    "two rows change places": swap,
+    "channels are shifted": roll,
+    "the last rows are missing": fill(0, ALL, ALL, slice(96, None)),
+    "a quarter too much": lambda x: x.mul_(1.25),
+    "an element is that of another": lambda x: x[0].copy_(x[1]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OUTPUTS)
+def test_wrong_outputs_are_far_off(name):
+    expected = attention("torch")
+    found = expected.clone()
+    WRONG_OUTPUTS[name](found)
+    assert self_check.distance(found, expected) > self_check.LARGEST_ERROR
+
+
+WRONG_KERNELS = {
+    "a number is NaN": ("attention_kernel", "output", WRONG_OUTPUTS["a number is NaN"]),
     "mean values are missing": ("aggregate_kernel", "mean_values", fill(0, ALL, ALL, slice(4))),
     "counts are of others": ("aggregate_kernel", "log_counts", roll),
     "codes are of others": ("aggregate_kernel", "codes", lambda x: x.copy_(x.roll(1, -2))),
@@ -73,7 +86,7 @@ WRONG = {
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
-@pytest.mark.parametrize("fault", WRONG.values(), ids=[*WRONG])
+@pytest.mark.parametrize("fault", WRONG_KERNELS.values(), ids=[*WRONG_KERNELS])
 def test_wrong_kernels_change_no_output(monkeypatch, fault):
     expected = attention("torch")
     spoil(monkeypatch, *fault)
@@ -84,17 +97,37 @@ def test_wrong_kernels_change_no_output(monkeypatch, fault):
     assert not self_check.folder.exists()
 
 
+def gradients(backend: str) -> list[torch.Tensor]:
+    tokens = [x.half().requires_grad_() for x in TOKENS]
+    avq_attention(*tokens, **OPTIONS, backend=backend).sum().backward()
+    return [x.grad for x in tokens]
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
-def test_wrong_gradients_train_nothing(monkeypatch):
-    """Catches a check of the forward pass only, and one gradient that passes for all."""
-
-    def gradients(backend):
-        tokens = [x.half().requires_grad_() for x in TOKENS]
-        avq_attention(*tokens, **OPTIONS, backend=backend).sum().backward()
-        return [x.grad for x in tokens]
-
+def test_gradients_of_a_verified_gpu_are_those_of_the_kernels(monkeypatch):
+    """Catches gradients of the kernels that PyTorch's replace."""
+    monkeypatch.setattr(self_check, "is_verified", lambda device: True)
+    right = gradients("triton")
     spoil(monkeypatch, "key_gradients_kernel", "grad_value", lambda x: x.mul_(1.25))
-    with pytest.warns(UserWarning, match="a wrong result on this GPU .* gradients, error"):
+    torch.testing.assert_close(gradients("triton")[2], 1.25 * right[2])
+
+
+def lack(tensor):
+    raise OutOfResources(200_000, 100_000, "shared memory")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.mul_(1.25), "a wrong result on this GPU .* gradients, error"),
+        (lack, "AVQ runs in PyTorch for calls such as this one: out of"),
+    ],
+)
+def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
+    """Catches a check of the forward pass only, and one gradient that passes for all."""
+    spoil(monkeypatch, "key_gradients_kernel", "grad_value", change)
+    with pytest.warns(UserWarning, match=message):
         found = gradients("triton")
     assert all(map(torch.equal, found, gradients("torch")))
 
@@ -102,7 +135,10 @@ def test_wrong_gradients_train_nothing(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"exact_keys": 16}, {"num_updates": 1}])
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+    [
+        torch.float16,
+        *(pytest.param(x, marks=pytest.mark.gpu) for x in (torch.float32, torch.bfloat16)),
+    ],
 )
 def test_right_kernels_pass_once(monkeypatch, options, dtype):
     """Also for a later process, which reads the folder. Rounding is far from what counts."""
@@ -111,11 +147,11 @@ def test_right_kernels_pass_once(monkeypatch, options, dtype):
     monkeypatch.setattr(
         self_check, "distance", lambda *pair: errors.append(distance(*pair)) or errors[-1]
     )
-    for _ in range(2):
-        avq_attention(*tokens, **OPTIONS | options, backend="triton")
-    self_check._passed.clear()
     avq_attention(*tokens, **OPTIONS | options, backend="triton")
-    assert len(errors) == 1
+    for process in ("the same", "a later one"):
+        avq_attention(*(x[:1] for x in tokens), **OPTIONS | options, backend="triton")
+        assert len(errors) == 1, process
+        self_check._passed.clear()
     assert errors[0] < self_check.LARGEST_ERROR / 5
 
 

@@ -22,7 +22,7 @@ from avq_diffusers import (
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
 from eval import methods
 from eval.methods import Method, attention_method, load_methods
-from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
+from eval.names import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,11 @@ def test_methods_change_their_levels_only(distilled):
             assert {layer.avq_state.route.route for layer in chosen} == {"always"}
 
 
+def cells_of(method):
+    """Of its row in a table."""
+    return [column(method.facts()) for column in METHOD_COLUMNS.values()]
+
+
 def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
     """Fails where changes of projections are lost, or @P changes nothing or the codebooks."""
     pipe = tiny_pipe()
@@ -98,7 +103,7 @@ def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
         assert facts["effective_codewords"] == 4 + 2 * num_refined
         assert facts["origin"] == "distilled"
         assert facts["levels"] == [0, 1]
-    assert method_cells(methods[1].facts()) == [f"{distilled}@P4 (M4P4C2)", "12"]
+    assert cells_of(methods[1]) == [f"{distilled}@P4 (M4P4C2)", "12"]
 
 
 def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
@@ -139,7 +144,7 @@ def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
 
 def test_what_rows_say_of_their_methods(linfusion):
     methods = prepare(tiny_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
-    cells = [" | ".join(method_cells(method.facts())) for method in methods]
+    cells = [" | ".join(cells_of(method)) for method in methods]
     expected = ["exact | -", "value-projection | -", "M6 | 6", "M4P2C2@P3 (M4P3C2) | 10"]
     assert cells == [*expected, f"{linfusion} (LinFusion) | -"]
     origins = [None, None, "calibrated", "calibrated", "distilled"]

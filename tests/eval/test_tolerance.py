@@ -22,9 +22,10 @@ ANY_SIZE = {"interpolate_pos_encoding": True}
 
 
 @pytest.fixture(autouse=True)
-def short_ladder(monkeypatch):
+def short_probes(monkeypatch):
     monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
     monkeypatch.setattr(tolerance, "UNIFORM", (COARSE, FINE))
+    monkeypatch.setattr(tolerance, "PROBED_STEPS", 2)
 
 
 def rows_of(path):

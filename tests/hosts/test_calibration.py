@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import OPTIONS
 from tiny import CONFIG, LAYER, draw, random_codebooks, tiny_pipe
+from tiny_transformers import sd3_pipe
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, calibrate, select_layers, summary
 from avq_diffusers.attention.diagnostics import capture
@@ -194,6 +195,11 @@ def test_sizes():
         codebook = codebooks.codebook(name)
         assert (codebook.num_parents, codebook.children.shape[2]) == ((8, 6)[spec.level], 0)
     assert all(measured["capture"] == 0 for measured in figures(codebooks).values())
+
+
+def test_transformers_are_refused():
+    with pytest.raises(TypeError, match="has no codebooks: it takes codewords from its own keys"):
+        fit(sd3_pipe())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.hosts import measured_layer, profile
+from avq_diffusers.hosts import kept_profiles, measured_layer, profile
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.profile import ErrorProfile, LayerEffects, Point
 
@@ -271,8 +271,9 @@ class TestApply:
         assert {*configs(pipe)} == {"exact"}
         assert torch.equal(kind.draw(pipe), exact)
 
-    def test_a_model_is_measured_once(self, monkeypatch):
-        """Catches a second measurement, and the profile of another model, size or prompt."""
+    def test_a_model_is_measured_once(self, monkeypatch, tmp_path):
+        """Catches a second measurement, the profile of another model, size or prompt, and a
+        measurement that is lost because it cannot be kept."""
         monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
         run = UNET.run | {"num_inference_steps": 1, "height": 64, "width": 64}
 
@@ -294,6 +295,9 @@ class TestApply:
                 apply(pipe, forbidden=True, **arguments)
         with pytest.raises(pytest.fail.Exception, match="it ran"):
             apply(UNET.make(), forbidden=True, prompt=["a dog"])
+        (tmp_path / "avq-diffusers").touch()  # not a folder
+        monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
+        assert apply(UNET.make(), prompt=[PROMPT]) == first
 
     def test_fewer_tokens_than_were_measured_run_exact(self, pipe):
         """Catches AVQ where its cost is unknown, and a forced route that is not."""
