@@ -58,7 +58,7 @@ class AVQConfig:
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form.
         num_updates: Lloyd updates of the parents on the keys of each call, at most 100.
-        exact_keys: most keys per query tile that attend as themselves, from the leaves where the
+        exact_keys: most keys per query tile that take part as themselves, from the leaves where the
             tile gains most; as many as there are tokens is exact attention.
         key_norm: normalize keys with a learnable LayerNorm before quantizing them.
         overrides: other values of `num_parents`, `num_children`, `num_refined` or `exact_keys`. A

@@ -84,8 +84,8 @@ def avq_attention(
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
         num_updates: Lloyd updates that first move the parents to the means of their keys.
-        exact_keys: most keys per query tile that attend as themselves. Leaves, and cells that the
-            tile does not refine, are taken in order of gain per key: the attention the key
+        exact_keys: most keys per query tile that take part as themselves. Leaves, and cells that
+            the tile does not refine, are taken in order of gain per key: the attention the key
             receives times the squared variance of the keys around what represents them.
         sink_key, sink_value: (B, H, T, D), dtype and device of `query`: keys that every query
             attends to exactly, such as the text tokens of a joint attention. They do not affect

@@ -187,7 +187,7 @@ def active_ratio(counts: Tensor) -> Tensor:
     """Share of codewords with more than 1 % of an even share of the keys, one in M0 (1 + C)
     (paper, appendix "Codebook utilization").
 
-    A parent counts all keys of its cell. To rate a codebook on a data set, sum the counts first.
+    A parent counts all keys of its cell. To rate a codebook on a dataset, sum the counts first.
 
     Args:
         counts: (..., M0, 1 + C) keys per leaf, as from `leaf_counts`.

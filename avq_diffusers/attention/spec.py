@@ -182,7 +182,7 @@ class Spec(NamedTuple):
     num_parents: int  # M0
     num_children: int  # C; 0 is flat VQ-attention
     num_refined: int  # parents refined per query tile
-    exact_keys: int  # most keys per query tile that attend as themselves
+    exact_keys: int  # most keys per query tile that take part as themselves
     num_updates: int  # Lloyd updates of the parents on the keys of the call
     query_tile: int  # consecutive queries in the query order that share one choice of parents
     means: bool  # whether the mean of its keys represents a leaf or cell, else the stored codeword

@@ -219,7 +219,7 @@ class _Tiles(NamedTuple):
 
 
 class _KeySums:
-    """Gradients of keys that attend as themselves.
+    """Gradients of keys that take part as themselves.
 
     sums: (..., L), for values, then for keys, D each where needed.
     """

@@ -258,7 +258,7 @@ def test_two_processes_end_in_the_same_weights(place, tmp_path):
         (
             "classification",
             {"trainer.per_device_train_batch_size": 64},
-            "must be at least 64 training images",
+            "training needs at least 64 images, one batch, but got",
         ),
     ],
 )

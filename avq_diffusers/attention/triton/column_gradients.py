@@ -140,7 +140,7 @@ def _add_codewords(
 
 @triton.jit
 def _add_tokens(grad_query, tile, tokens, token, column_ptr, columns, valid, SIZES: tl.constexpr):
-    """`_add_columns` for keys that attend as themselves."""
+    """`_add_columns` for keys that take part as themselves."""
     codes = load_token_codes(tokens, token, valid, 0, SIZES.PADDED_DIM, SIZES)
     values = load_tokens(
         tokens.value, token, tokens.value_stride, valid, 0, SIZES.PADDED_DIM, SIZES
