@@ -178,7 +178,7 @@ def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference, capfd):
     visitor = visit()
     for changes, message in [
         ({"prompt": "  "}, "The prompt is empty; say what the image shows."),
-        ({"prompt": "x" * 5001}, "The prompt has over 5000 characters"),
+        ({"prompt": "x" * 5001}, "The prompt is over 5000 characters long."),
         ({"seed": -1}, "-1"),
         ({"steps": 101}, "101"),
         ({"seed": "x"}, "Seed must be a whole number to 4294967295, but got 'x'"),
