@@ -1,4 +1,4 @@
-"""Keys that attend as themselves: those of the columns that gain most, and sink keys.
+"""Keys that take part as themselves: those of the columns that gain most, and sink keys.
 
 A column is what a tile sees: of every parent the cell, or the keys that stay if it is refined, then
 the children of refined parents. The score of a column is the attention of the tile's queries to its
@@ -24,7 +24,7 @@ NEVER = tl.constexpr(2**31 - 1)
 
 
 class TokenPointers(NamedTuple):
-    """Keys and values that attend as themselves."""
+    """Keys and values that take part as themselves."""
 
     key: tl.tensor
     value: tl.tensor
@@ -57,7 +57,7 @@ class ColumnPointers(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Keys and values of a head that attend as themselves."""
+    """Keys and values of a head that take part as themselves."""
 
     key: tl.tensor
     value: tl.tensor
