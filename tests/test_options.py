@@ -46,7 +46,7 @@ def test_a_read_only_folder_is_refused():
 
 
 def test_prompts_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match="--prompts .* cannot be read"):
+    with pytest.raises(ValueError, match=r"--prompts .* cannot be read"):
         read_prompts("--prompts", tmp_path)
 
 
