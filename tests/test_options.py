@@ -10,6 +10,7 @@ from avq_diffusers.options import (
     check_writable,
     hide_torchvision_notes,
     numbers_of,
+    read_prompts,
     restore_threads,
     tolerances_of,
 )
@@ -42,6 +43,11 @@ def test_a_read_only_folder_is_refused():
     """Catches minutes of work that end in nothing, also root's, which may write by the mode."""
     with pytest.raises(ValueError, match="--out: the folder /proc is not writable"):
         check_writable("--out", Path("/proc/new/codebooks"))
+
+
+def test_prompts_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"--prompts .* cannot be read"):
+        read_prompts("--prompts", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["\u0663", "1,\u0663", 5000 * "9"])

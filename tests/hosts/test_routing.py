@@ -23,6 +23,7 @@ from avq_diffusers import (
     select_layers,
     summary,
 )
+from avq_diffusers.attention import limits
 from avq_diffusers.config import Sizes
 from avq_diffusers.hosts import routing
 from avq_diffusers.hosts import state as states
@@ -82,6 +83,14 @@ def set_break_even(unet, eager, compiled=NEVER):
         if state is not None:
             workload = state.workload(torch.empty(2, 1, 1), state.config.sizes)
             state.route.break_even = {workload: BreakEven(eager, compiled)}
+
+
+def test_layers_run_exact_where_the_kernels_are_wrong(unet, codebooks, monkeypatch):
+    """Catches the PyTorch path in their place, which a GPU runs slower than exact attention."""
+    exact = predict(unet)
+    monkeypatch.setitem(limits.faults, (torch.device("cpu"),), "a wrong result")
+    assert torch.equal(predict(apply_avq(unet, codebooks)), exact)
+    assert runs(unet) == {"exact: the kernels are wrong on this GPU"}
 
 
 def test_layers_below_the_break_even_run_exact(unet, codebooks):
