@@ -121,7 +121,7 @@ def lack(tensor):
     ("change", "message"),
     [
         (lambda x: x.mul_(1.25), "a wrong result on this GPU .* gradients, error"),
-        (lack, "AVQ runs in PyTorch for calls such as this one: out of"),
+        (lack, "AVQ runs in PyTorch for calls like this one: out of"),
     ],
 )
 def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
