@@ -359,7 +359,9 @@ class LayerState(Replaced):
 
     def count(self, call: str) -> None:
         """Count a call by kind, unless compiled; warn during export, which cannot report later."""
-        if torch.compiler.is_exporting() and call not in (AVQ_CALL, DISABLED, SCHEDULED):
+        # torch 2.10 takes all that Dynamo traces for an export.
+        is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if is_export and call not in (AVQ_CALL, DISABLED, SCHEDULED):
             warnings.warn(
                 f"the exported program runs exact attention instead of AVQ: {call}.", stacklevel=2
             )

@@ -68,6 +68,6 @@ def _draw(path: Path, seed: int) -> list[str]:
         captions[image].append(" ".join(checked.split()))
     keys = {image: hashlib.sha256(f"{seed}:{image}".encode()).digest() for image in captions}
     return [
-        captions[image][int.from_bytes(keys[image]) % len(captions[image])]
+        captions[image][int.from_bytes(keys[image], "big") % len(captions[image])]
         for image in sorted(keys, key=keys.get)
     ]

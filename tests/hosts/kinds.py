@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import diffusers
 import tiny_transformers
 import tiny_vision
 import torch
@@ -422,7 +423,7 @@ KINDS = (
         references={"coordinates": coordinates},
         feature="LTX",
     ),
-    *map(zoo_kind, zoo.ZOO),
+    *(zoo_kind(name) for name in zoo.ZOO if hasattr(diffusers, name)),
     vision_kind("vit"),
     vision_kind("deit"),
     vision_kind(

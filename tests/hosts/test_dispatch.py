@@ -3,14 +3,10 @@
 import pytest
 import torch
 from checks import calls, differ, kinds
-from diffusers import (
-    QwenImage21Transformer2DModel,
-)
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from hosts.zoo import zoo_inputs, zoo_transformer
 from tiny_transformers import (
     CONFIG,
@@ -56,16 +52,17 @@ def test_layers_that_refine_a_text():
 
 def test_steps_with_kept_keys_of_the_text():
     """Qwen-Image 2.1, whose first step attends part by part."""
+    qwen = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage21")
     sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "context_in_dim": 32}
     sizes |= {"num_attention_heads": 2, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
     torch.manual_seed(0)
-    model = choosy(QwenImage21Transformer2DModel(**sizes))
+    model = choosy(qwen.QwenImage21Transformer2DModel(**sizes))
     text, image = torch.randn(2, 24, 32), torch.randn(2, 96, 4)
     kept = {
         "timestep": torch.tensor([0.5]),
         "img_shapes": [[(1, 8, 12)]] * 2,
         "img_mask": (torch.arange(48) >= 24).expand(2, -1),
-        "kv_cache": QwenImage21KVCache(2),
+        "kv_cache": qwen.QwenImage21KVCache(2),
         "encoder_hidden_states_mask": torch.arange(24) < torch.tensor([24, 10])[:, None],
     }
     with torch.no_grad():

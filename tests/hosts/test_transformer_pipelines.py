@@ -32,6 +32,7 @@ from tiny import quiet
 from tiny_transformers import (
     CONFIG,
     EXACT,
+    FLUX3,
     choosy,
     draw,
     flux_pipe,
@@ -188,6 +189,8 @@ def test_caches(cache):
     pipe = flux_pipe()
     steps = {"num_inference_steps": NUM_STEPS}
     plain, config = draw(pipe, **steps), cache(pipe)
+    if not FLUX3 and isinstance(config, (FirstBlockCacheConfig, TaylorSeerCacheConfig)):
+        pytest.skip("needs diffusers 0.42, whose Flux names the context of a cache")
     pipe.transformer.enable_cache(config)
     exact = check_avq(pipe, **steps)
     assert not torch.equal(exact, plain)

@@ -37,7 +37,7 @@ PARTS = ("Transformer2DModel", "DreamLiteTransformer2DModel", "SanaWMLTX2Refiner
 
 ROWS = {
     *ZOO,
-    *(cls.__name__ for cls in SIZES),
+    *(cls.__name__ for cls in SIZES if cls),
     *("ZImageTransformer2DModel", "QwenImage21Transformer2DModel"),
     *("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
     "UNetSpatioTemporalConditionModel",
