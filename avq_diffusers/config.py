@@ -221,9 +221,10 @@ class AVQConfig:
 def configuration_string(
     num_parents: int, num_refined: int | str, num_children: int, exact_keys: int
 ) -> str:
-    """The paper's notation, `M64P16C8`, with `E256` for exact keys."""
+    """The paper's notation, `M64P16C8` or `M64`, with `E256` for exact keys."""
+    children = f"P{num_refined}C{num_children}" if num_children else ""
     exact = f"E{exact_keys}" if exact_keys else ""
-    return f"M{num_parents}P{num_refined}C{num_children}{exact}"
+    return f"M{num_parents}{children}{exact}"
 
 
 def least_keys(num_parents: int, num_children: int) -> int:

@@ -214,10 +214,9 @@ def _levels_of(digits: str | None) -> tuple[int, ...] | None:
 
 def config_label(config: AVQConfig, *, own: bool = False) -> str:
     """Sizes and form of the codewords: `M64P16C8`, `M64`, `M64/means`, `M64P16C8/own1`."""
-    sizes = str(config).replace("P0C0", "")
     if own:
-        return f"{sizes}/own{config.num_updates or ''}"
-    return f"{sizes}/means" if config.codewords == "means" else sizes
+        return f"{config}/own{config.num_updates or ''}"
+    return f"{config}/means" if config.codewords == "means" else str(config)
 
 
 def codewords_form(label: str) -> str:

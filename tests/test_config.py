@@ -15,7 +15,7 @@ NAMES = "num_parents", "num_refined", "num_children", "exact_keys"
         (" m64p16c8 ", (64, 16, 8, 0), 192),
         ("M8P0C4", (8, 0, 4, 0), 8),
         ("M64P16C8E256", (64, 16, 8, 256), 192),
-        ("M256P0C0E64", (256, 0, 0, 64), 256),
+        ("M256E64", (256, 0, 0, 64), 256),
         ("M256", (256, 0, 0, 0), 256),
     ],
 )
@@ -25,7 +25,7 @@ def test_parses_the_papers_notation(text, sizes, effective):
     assert config.most_refined == (sizes[0] if sizes[2] else 0)
     assert tuple(asdict(config.sizes)[name] for name in NAMES) == sizes
     assert config.effective_codewords == effective
-    assert str(config) == (f"{text}P0C0" if text == "M256" else text.strip().upper())
+    assert str(config) == text.strip().upper()
 
 
 def test_sizes_have_names():

@@ -5,9 +5,12 @@ every test here.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from random import Random
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from problems import LAYOUTS, Problem, draw_problem, solve
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from triton import knobs
 
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import limits, reference
@@ -496,6 +501,28 @@ class TestGpu:
             found.attend("triton")
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    def test_a_kernel_that_another_thread_is_loading(self):
+        """Catches a launch of a kernel whose binary is not there yet."""
+        loading = Event()
+
+        def load_slowly(*_: object) -> None:
+            loading.set()
+            sleep(0.3)
+
+        # Sizes of no other test, whose kernels are not loaded; two numbers of keys share them.
+        sizes = {"num_parents": 52, "num_children": 7, "num_refined": 9, "head_dim": 56}
+        first, second = drawn(keys=600, **sizes), drawn(keys=700, **sizes)
+        hooks = knobs.runtime.kernel_load_start_hook
+        hooks.add(load_slowly)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(first.attend, "triton")
+                assert loading.wait(60)
+                assert solve(second, "triton").error <= 1
+                other.result()
+        finally:
+            hooks.remove(load_slowly)
 
     def test_memory_does_not_grow(self):
         found = self.level(0, 4096)

@@ -70,7 +70,7 @@ def site():
     page = build_page(pipe, "tiny", [PROMPT], SIZES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", watched)
-        patch.setattr(measured_layer, "LADDER", ("M4P0C0", "M8P8C4E16"))
+        patch.setattr(measured_layer, "LADDER", ("M4", "M8P8C4E16"))
         yield serve(page, host="127.0.0.1", port=free_port()), pipe
         page.close()
     assert called == []

@@ -57,7 +57,7 @@ def test_a_profile_decides_the_sizes_of_layers(tmp_path):
     """Catches sizes of the file that stay beside those of the profile."""
     layers = [
         LayerEffects(
-            LayerSpec(name, 1, 2, 8), 64, {"M4P0C0": 1.0, "exact": 2.0}, {1000: {"M4P0C0": effect}}
+            LayerSpec(name, 1, 2, 8), 64, {"M4": 1.0, "exact": 2.0}, {1000: {"M4": effect}}
         )
         for name, effect in (("up", 0.01), ("down", 0.5))
     ]
@@ -68,7 +68,7 @@ def test_a_profile_decides_the_sizes_of_layers(tmp_path):
     own = ["codebooks=null", *(f"objective.{setting}" for setting in unused)]
     config = distillation([*own, *chosen])
     assert (config.avq.levels, config.avq.num_updates, config.avq.exact) == ((0, 1), 1, ("down",))
-    assert str(config.avq.for_layer("up", 1)) == "M4P0C0"
+    assert str(config.avq.for_layer("up", 1)) == "M4"
     save_config(config, tmp_path)
     assert load_config(tmp_path / "config.yaml", DistillConfig, []) == config
     with pytest.raises(ValueError, match=r"avq\.profile needs avq\.tolerance, such as 0\.02"):

@@ -17,7 +17,7 @@ from eval.quality import tolerance
 from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.vision import tolerance as vision_tolerance
 
-COARSE, FINE = "M4P0C0", "M8P8C4E16"
+COARSE, FINE = "M4", "M8P8C4E16"
 ANY_SIZE = {"interpolate_pos_encoding": True}
 
 

@@ -29,13 +29,13 @@ from avq_diffusers.hosts.profile import ErrorProfile, LayerEffects, Point
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
-COARSE, FINE = "M4P0C0", "M8P8C4E16"
+COARSE, FINE = "M4", "M8P8C4E16"
 SPEC = LayerSpec("a", 0, 2, 8)
 STORED = {
     "layer": SPEC.stored,
     "num_tokens": 64,
-    "times": {"M4P0C0": 0.5, "exact": 1.0},
-    "effects": {"500": {"M4P0C0": 1 / 3}, "1000": {"M4P0C0": 0.1}},
+    "times": {"M4": 0.5, "exact": 1.0},
+    "effects": {"500": {"M4": 1 / 3}, "1000": {"M4": 0.1}},
 }
 SHARES = {"500": 0.25, "1000": 0.75}
 
@@ -126,9 +126,9 @@ def plan(allocation):
     }
 
 
-TIMES = {"M4P0C0": 1.0, "M8P4C2": 2.0, "exact": 4.0}
-MILD = {"M4P0C0": 0.3, "M8P4C2": 0.04}
-SHARP = {"M4P0C0": 0.4, "M8P4C2": 0.2}
+TIMES = {"M4": 1.0, "M8P4C2": 2.0, "exact": 4.0}
+MILD = {"M4": 0.3, "M8P4C2": 0.04}
+SHARP = {"M4": 0.4, "M8P4C2": 0.2}
 
 
 class TestWithin:
@@ -137,8 +137,8 @@ class TestWithin:
         attention."""
         profile = profile_with(*((TIMES, {1000: x}) for x in (MILD, SHARP)))
         for tolerance, a, b, time in (
-            (0.51, "M4P0C0", "M4P0C0", 2),  # .3 and .4 are .5 together
-            (0.4, "M4P0C0", "M8P4C2", 3),
+            (0.51, "M4", "M4", 2),  # .3 and .4 are .5 together
+            (0.4, "M4", "M8P4C2", 3),
             (0.21, "M8P4C2", "M8P4C2", 4),
             (0.041, "M8P4C2", "exact", 6),
             (0.001, "exact", "exact", 8),
@@ -156,14 +156,14 @@ class TestWithin:
 
     def test_what_was_removed_too_much_is_given_back(self):
         """The best step may remove more than needed, and make an earlier one needless."""
-        small = {"M4P0C0": 1.0, "exact": 1.5}, {1000: {"M4P0C0": 0.1}}
-        large = {"M4P0C0": 1.0, "exact": 21.0}, {1000: {"M4P0C0": 0.4}}
+        small = {"M4": 1.0, "exact": 1.5}, {1000: {"M4": 0.1}}
+        large = {"M4": 1.0, "exact": 21.0}, {1000: {"M4": 0.4}}
         found = profile_with(small, large).within(0.11)
-        assert plan(found) == {"a": {1000: "M4P0C0"}, "b": {1000: "exact"}}
+        assert plan(found) == {"a": {1000: "M4"}, "b": {1000: "exact"}}
 
     def test_never_slower(self):
-        times = {"M4P0C0": 4.0, "M8P4C2": 5.0, "exact": 4.0}
-        profile = profile_with((times, {1000: {"M4P0C0": 0.1, "M8P4C2": 0.0}}))
+        times = {"M4": 4.0, "M8P4C2": 5.0, "exact": 4.0}
+        profile = profile_with((times, {1000: {"M4": 0.1, "M8P4C2": 0.0}}))
         assert plan(profile.within(9)) == {"a": {1000: "exact"}}
 
     def test_parts(self):
@@ -173,19 +173,19 @@ class TestWithin:
         shares = {1000: 0.5, 600: 0.25, 300: 0.25}
         profile = profile_with((TIMES, parts), shares=shares)
         found = profile.within(0.43)
-        assert plan(found) == {"a": {1000: "M4P0C0", 600: "M8P4C2"}}
+        assert plan(found) == {"a": {1000: "M4", 600: "M8P4C2"}}
         assert found.time == 0.5 * 1 + 0.5 * 2
         assert found.choices["a"][600].effect == pytest.approx(0.04 * 2**0.5)
         assert plan(profile.within(0.01)) == {"a": {1000: "exact"}}
 
     def test_the_same_sizes_in_the_whole_denoising(self):
         """Catches effects of the first part only, and of parts added up."""
-        early = {"M4P0C0": 0.03, "M8P4C2": 0.0}
-        parts = {1000: early, 500: {"M4P0C0": 0.04, "M8P4C2": 0.0}}
-        never = {1000: {"M4P0C0": 1.0, "M8P4C2": 1.0}, 500: {"M4P0C0": 1.0, "M8P4C2": 1.0}}
+        early = {"M4": 0.03, "M8P4C2": 0.0}
+        parts = {1000: early, 500: {"M4": 0.04, "M8P4C2": 0.0}}
+        never = {1000: {"M4": 1.0, "M8P4C2": 1.0}, 500: {"M4": 1.0, "M8P4C2": 1.0}}
         halves = {1000: 0.5, 500: 0.5}
         profile = profile_with((TIMES, parts), (TIMES, never), shares=halves)
-        for tolerance, sizes in ((0.051, "M4P0C0"), (0.049, "M8P4C2")):
+        for tolerance, sizes in ((0.051, "M4"), (0.049, "M8P4C2")):
             config = profile.config_within(tolerance)
             assert str(config.for_layer("a", 0)) == sizes
             assert config.exact == ("b",)
@@ -194,20 +194,20 @@ class TestWithin:
 
     def test_measured_errors_correct_predicted_ones(self):
         """Catches a correction upside down, and one that ends with the curve."""
-        effects = {1000: {"M4P0C0": 0.04, "M8P4C2": 0.01}}
+        effects = {1000: {"M4": 0.04, "M8P4C2": 0.01}}
         curve = Point(0.02, 0.04), Point(0.01, 0.02)
         profile = profile_with((TIMES, effects), curve=curve)
         assert plan(profile.within(0.0799)) == {"a": {1000: "M8P4C2"}}
         assert profile.within(0.0801).error == pytest.approx(0.08)
         rising = profile_with((TIMES, effects), curve=(Point(0.01, 0.01), Point(0.04, 0.16)))
         assert rising.within(0.1).error == pytest.approx(0.01)
-        assert rising.uniform("M4P0C0").error == pytest.approx(0.16)
+        assert rising.uniform("M4").error == pytest.approx(0.16)
 
     def test_table(self):
-        effects = {1000: {"M4P0C0": 0.008, "M8P4C2": 0.001}, 500: {"M4P0C0": 0.016, "M8P4C2": 0.0}}
+        effects = {1000: {"M4": 0.008, "M8P4C2": 0.001}, 500: {"M4": 0.016, "M8P4C2": 0.0}}
         table = str(profile_with((TIMES, effects), shares={1000: 0.5, 500: 0.5}))
-        assert [line.split()[-1] for line in table.splitlines()] == ["0.05", "0.018", "4", "M4P0C0"]
-        assert "M4P0C0, M8P4C2" in table.splitlines()[-1]
+        assert [line.split()[-1] for line in table.splitlines()] == ["0.05", "0.018", "4", "M4"]
+        assert "M4, M8P4C2" in table.splitlines()[-1]
 
     def test_plot(self, tmp_path):
         """Catches a curve that fails where some plan has no error."""
@@ -392,14 +392,14 @@ class TestFile:
             {"layers": [STORED | {"layer": SPEC.stored | {"name": 3}}]},
             {"layers": [STORED | {"num_tokens": 0}]},
             {"layers": [STORED | {"num_tokens": "many"}]},
-            {"layers": [STORED | {"times": {"M4P0C0": 0.5}}]},
-            {"layers": [STORED | {"times": {"M4": 0.5, "exact": 1.0}}]},
-            {"layers": [STORED | {"times": {"M4P0C0": "cheap", "exact": 1.0}}]},
+            {"layers": [STORED | {"times": {"M4": 0.5}}]},
+            {"layers": [STORED | {"times": {"M5": 0.5, "exact": 1.0}}]},
+            {"layers": [STORED | {"times": {"M4": "cheap", "exact": 1.0}}]},
             {"layers": [STORED | {"effects": {}}]},
-            {"layers": [STORED | {"effects": {"500": {"M4P0C0": 0.1}}}]},
+            {"layers": [STORED | {"effects": {"500": {"M4": 0.1}}}]},
             *(
                 {"layers": [STORED | {"effects": STORED["effects"] | {"1000": x}}]}
-                for x in ({"M4P0C0": math.nan}, {"M4P0C0": -0.1}, [0.1], {"exact": 0.0})
+                for x in ({"M4": math.nan}, {"M4": -0.1}, [0.1], {"exact": 0.0})
             ),
         ],
     )
@@ -408,7 +408,7 @@ class TestFile:
         path = tmp_path / "other.json"
         good = {"config": {}, "layers": [STORED], "shares": SHARES, "curve": [], "unit": "ms"}
         path.write_text(json.dumps(good))
-        assert plan(ErrorProfile.load(path).within(0.2)) == {"a": {1000: "M4P0C0", 500: "exact"}}
+        assert plan(ErrorProfile.load(path).within(0.2)) == {"a": {1000: "M4", 500: "exact"}}
         for content in (json.dumps(good | change), "", "{", "[]", "{}", "[" * 100_000):
             path.write_text(content)
             with pytest.raises(ValueError, match=r"other\.json is not a saved ErrorProfile: "):

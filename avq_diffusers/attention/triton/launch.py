@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from math import prod
 from operator import itemgetter
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ MOST_PLANS = 512
 
 # A kernel takes an address as a pointer, or a tensor if it is interpreted.
 Address = int | Tensor | None
+
+# Triton loads a binary at first use, and not safely where threads share the kernel.
+_LOADING = Lock()
 
 _RUNTIME = knobs.runtime
 _INTERPRETED = _RUNTIME.interpret
@@ -117,7 +121,6 @@ class Launch:
         if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
             hooks = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
             metadata = compiled.launch_metadata(self.grid, stream, *arguments)
-        # Accessing `run` loads the binary.
         compiled.run(
             *self.grid,
             stream,
@@ -130,10 +133,13 @@ class Launch:
 
     @cached_property
     def compiled(self) -> Any:
-        """The kernel, compiled for the current device."""
+        """The kernel, compiled for the current device and loaded."""
         kinds = {name: each(_representative, x) for name, x in self.arguments.items()}
         constants = self.compiled_constants()
-        return self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
+        compiled = self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
+        with _LOADING:
+            _ = compiled.run
+        return compiled
 
     def compiled_constants(self) -> dict[str, Any]:
         """The constants in the compiler's form: members of a tuple must be marked as constexpr."""
