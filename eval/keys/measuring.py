@@ -32,6 +32,7 @@ from eval.keys.pooled import BLOCK, pooled_attention, pooled_columns
 from eval.keys.subjects import Subject
 from eval.names import (
     EXACT,
+    FOLDER,
     KEYS_ONLY,
     KINDS,
     NO_ATTENTION,
@@ -218,6 +219,8 @@ def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
 
 def scheme_of(method: MethodName) -> str:
     """What the points of a curve share: how codewords are made, but not how many."""
+    if method.kind == FOLDER:
+        return "trained"
     if method.source in PEERS:
         return KINDS[method.kind].label.rpartition(", ")[0]  # without the setting
     if method.source == TOME:
