@@ -65,7 +65,7 @@ def run_fitting(
         except OutOfResources:
             if reduction == MOST_REDUCED:
                 raise
-            reductions[problem.variant] += 1
+            reductions[problem.variant] = reduction + 1  # other threads may have done the same
 
 
 @lru_cache(MOST_PLANS)
