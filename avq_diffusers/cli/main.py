@@ -105,7 +105,7 @@ def avq(
         typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions."),
     ] = False,
 ) -> None:
-    """Stable Diffusion with adaptive vector-quantized (AVQ) attention."""
+    """Images of diffusers models with adaptive vector-quantized (AVQ) attention."""
 
 
 @app.command()

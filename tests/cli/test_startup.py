@@ -48,7 +48,7 @@ def test_needs_no_pytorch(tmp_path):
     result = tmp_path / "result.json"
     result.write_text(json.dumps({"command": "python -m eval bench kernels", "rows": []}))
     expected = [
-        ("avq --help", 0, "Stable Diffusion with adaptive"),
+        ("avq --help", 0, "Images of diffusers models with adaptive"),
         ("avq generate --help", 0, "Denoising steps"),
         ("avq --version", 0, "avq-diffusers"),
         ("avq generate", 2, "Missing argument"),
