@@ -108,10 +108,11 @@ def check_once(interpreter) -> None:
 
         def repeat(*args, _semantic=None, **options):
             handles = []
-            key = *[described(x, handles) for x in args], *[
-                (y, described(x, handles)) for y, x in options.items()
-            ]
-            # A part of one that is recorded; or 
+            key = (
+                *[described(x, handles) for x in args],
+                *[(y, described(x, handles)) for y, x in options.items()],
+            )
+            # A part of one that is recorded; or
             if semantic.builder is not builder or len({*map(id, handles)}) < len(handles):
                 return operation(*args, **options, _semantic=semantic)
             if key not in known:

@@ -114,22 +114,25 @@ def sd2_unet() -> UNet2DConditionModel:
     )
 
 
+def text_config(**changes) -> CLIPTextConfig:
+    """For a text encoder on the tiny tokenizer's vocabulary."""
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes | changes,
+    )
+
+
 def tiny_encoders() -> dict:
     """The text encoder and the VAE of a Stable Diffusion pipeline; the VAE scales by 8."""
-    tokenizer = tiny_tokenizer()
     torch.manual_seed(1)
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    text_encoder = CLIPTextModel(text_config())
     vae = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
@@ -188,10 +191,9 @@ def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipel
 
 
 def sdxl_text_encoder(cls, width: int):
-    """A text encoder of class `cls` with `width` channels, on the tiny tokenizer's vocabulary."""
-    config = tiny_components()["text_encoder"].config.to_dict()
+    """A text encoder of class `cls` with `width` channels."""
     torch.manual_seed(width)
-    return cls(CLIPTextConfig(**config | {"hidden_size": width, "projection_dim": 32})).eval()
+    return cls(text_config(hidden_size=width, projection_dim=32)).eval()
 
 
 def sdxl_pipe(unet=None, cls=StableDiffusionXLPipeline, **components):
