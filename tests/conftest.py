@@ -17,6 +17,8 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers.hosts import kept_profiles
 
+FORKING = "test_distill.py", "test_coco.py", "test_kills.py"
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # on tiny tensors, threads that wait for each other are 100x slower
@@ -41,10 +43,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """One file, one process: what its tests share is made once."""
+    """One file, one process: what its tests share is made once. Files that fork share a server."""
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return "files that fork" if scope.endswith(FORKING) else scope
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
