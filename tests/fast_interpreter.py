@@ -19,12 +19,13 @@ def speed_up() -> None:
 def patch_once(interpreter) -> None:
     """Leave the interpreter's operations in place; it looks for them at every jitted call."""
     patch, modules = interpreter._patch_lang, set()
+    kept = SimpleNamespace(restore=lambda: None)
 
     def patch_lang(function):
         if function.__module__ not in modules:
             modules.add(function.__module__)
             patch(function)
-        return SimpleNamespace(restore=lambda: None)
+        return kept
 
     interpreter._patch_lang = patch_lang
 
@@ -107,15 +108,15 @@ def check_once(interpreter) -> None:
             return result, (constants, recorder.steps, place, attributes)
 
         def repeat(*args, _semantic=None, **options):
-            handles = []
-            key = (
-                *[described(x, handles) for x in args],
-                *[(y, described(x, handles)) for y, x in options.items()],
-            )
-            # A part of one that is recorded; or
-            if semantic.builder is not builder or len({*map(id, handles)}) < len(handles):
+            if semantic.builder is not builder:  # a part of what is recorded
                 return operation(*args, **options, _semantic=semantic)
+            handles = []
+            key = tuple([described(x, handles) for x in args])
+            if options:
+                key += *options, *[described(x, handles) for x in options.values()]
             if key not in known:
+                if len({*map(id, handles)}) < len(handles):  # places would not be told apart
+                    return operation(*args, **options, _semantic=semantic)
                 result, known[key] = record(handles, args, options)
                 return result
             if known[key] is None:
