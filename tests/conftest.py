@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import fast_interpreter
 import pytest
-from tiny import random_codebooks, tiny_pipe, tiny_unet
+from tiny import random_codebooks, three_level_pipe, tiny_pipe, tiny_unet
 
 from avq_diffusers.hosts import kept_profiles
 
@@ -75,9 +75,9 @@ def pipe(unet):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """The folder of a saved `pipe`, which no test changes."""
+    """The folder of a saved pipeline, which no test changes."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_pipe().save_pretrained(folder)
+    three_level_pipe().save_pretrained(folder)
     return folder
 
 

@@ -72,6 +72,16 @@ def two_level_unet(**overrides) -> UNet2DConditionModel:
     )
 
 
+def three_level_unet(**overrides) -> UNet2DConditionModel:
+    """Self-attention at levels 0 and 1 as in `tiny_unet`, and at level 2 in the middle only."""
+    return tiny_unet(
+        block_out_channels=(16, 32, 32),
+        down_block_types=("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
+        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
+        **overrides,
+    )
+
+
 def small_unet() -> UNet2DConditionModel:
     """Level 0 only, one layer in its block down, two up: Dynamo traces it in a second or so."""
     return tiny_unet(
@@ -188,6 +198,10 @@ def let_answer_calls_only(unet):
 def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipeline, **components):
     """A pipeline of class `cls` around a tiny UNet."""
     return quiet(cls(**tiny_components(unet), **components, requires_safety_checker=False))
+
+
+def three_level_pipe():
+    return tiny_pipe(three_level_unet())
 
 
 def sdxl_text_encoder(cls, width: int):

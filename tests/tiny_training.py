@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tiny import CONFIG, tiny_unet
+from tiny import CONFIG, three_level_unet
 
 from distill.config import ObjectiveConfig
 from distill.objective import Objective
@@ -45,16 +45,6 @@ TINY_RUN = {
 }
 
 
-def trained_unet(**overrides):
-    """Self-attention at levels 0 and 1, and one at level 2 that stays as it is."""
-    return tiny_unet(
-        block_out_channels=(16, 32, 32),
-        down_block_types=("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
-        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
-        **overrides,
-    )
-
-
 def make_batch(samples=4, seed=0, size=8):
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -93,7 +83,9 @@ def new_objective(
 
 def make_objective(config=CONFIG, teacher=None, **arguments):
     """An objective whose codebooks have started."""
-    objective = new_objective(trained_unet() if teacher is None else teacher, config, **arguments)
+    objective = new_objective(
+        three_level_unet() if teacher is None else teacher, config, **arguments
+    )
     start(objective, [make_batch(seed=7)])
     return objective
 
