@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from eval_helpers import run_command
+from eval_helpers import FAST, run_command
 from safetensors.torch import load_file
 from tiny import three_level_pipe
 from tiny_mini_sd3 import save_tiny_mini_sd3
@@ -289,6 +289,7 @@ def test_a_model_of_few_tokens_is_refused():
 def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     """A vision model of transformers, on images that need no further package. Catches a model in
     another precision, and a result that replaces the usual one."""
+    monkeypatch.setattr(measuring, "Effort", lambda: FAST)
     tiny_vit().save_pretrained(tmp_path / "model")
     noise = np.random.default_rng(4).integers(0, 256, (60, 80, 3), np.uint8)
     monkeypatch.setattr(photographs, "_read", lambda name: np.roll(noise, len(name)))
