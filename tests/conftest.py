@@ -13,9 +13,11 @@ if not torch.cuda.is_available():
 
 import fast_interpreter
 import pytest
-from tiny import random_codebooks, tiny_pipe, tiny_unet
+from tiny import random_codebooks, three_level_pipe, tiny_pipe, tiny_unet
 
 from avq_diffusers.hosts import kept_profiles
+
+FORKING = "test_distill.py", "test_coco.py", "test_kills.py"
 
 
 def pytest_configure() -> None:
@@ -36,15 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # the libraries' half a million objects, else searched again in every collection
-    gc.set_threshold(10_000)
+    gc.set_threshold(10_000, 10, 30)  # a full search takes 0.1 s
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """One file, one process: what its tests share is made once."""
+    """One file, one process: what its tests share is made once. Files that fork share a server."""
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return "files that fork" if scope.endswith(FORKING) else scope
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,9 +75,9 @@ def pipe(unet):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """The folder of a saved `pipe`, which no test changes."""
+    """The folder of a saved pipeline, which no test changes."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_pipe().save_pretrained(folder)
+    three_level_pipe().save_pretrained(folder)
     return folder
 
 

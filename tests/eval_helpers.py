@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from avq_diffusers import select_layers
+from eval.benchmarks.timing import Effort
 from eval.methods import prepare_methods
 from eval.quality.scenes import Trial, score_methods
 
 CALIBRATION = ("a",)  # prompts
+FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
 # What a result says of ScaleCrafter at twice the size of a tiny model: the authors' for SD1.5.
 SETTINGS_2X = {
     "dilations": [1, 2],

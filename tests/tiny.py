@@ -72,6 +72,16 @@ def two_level_unet(**overrides) -> UNet2DConditionModel:
     )
 
 
+def three_level_unet(**overrides) -> UNet2DConditionModel:
+    """Self-attention at levels 0 and 1 as in `tiny_unet`, and at level 2 in the middle only."""
+    return tiny_unet(
+        block_out_channels=(16, 32, 32),
+        down_block_types=("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
+        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
+        **overrides,
+    )
+
+
 def small_unet() -> UNet2DConditionModel:
     """Level 0 only, one layer in its block down, two up: Dynamo traces it in a second or so."""
     return tiny_unet(
@@ -114,22 +124,25 @@ def sd2_unet() -> UNet2DConditionModel:
     )
 
 
+def text_config(**changes) -> CLIPTextConfig:
+    """For a text encoder on the tiny tokenizer's vocabulary."""
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes | changes,
+    )
+
+
 def tiny_encoders() -> dict:
     """The text encoder and the VAE of a Stable Diffusion pipeline; the VAE scales by 8."""
-    tokenizer = tiny_tokenizer()
     torch.manual_seed(1)
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    text_encoder = CLIPTextModel(text_config())
     vae = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
@@ -187,11 +200,14 @@ def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipel
     return quiet(cls(**tiny_components(unet), **components, requires_safety_checker=False))
 
 
+def three_level_pipe():
+    return tiny_pipe(three_level_unet())
+
+
 def sdxl_text_encoder(cls, width: int):
-    """A text encoder of class `cls` with `width` channels, on the tiny tokenizer's vocabulary."""
-    config = tiny_components()["text_encoder"].config.to_dict()
+    """A text encoder of class `cls` with `width` channels."""
     torch.manual_seed(width)
-    return cls(CLIPTextConfig(**config | {"hidden_size": width, "projection_dim": 32})).eval()
+    return cls(text_config(hidden_size=width, projection_dim=32)).eval()
 
 
 def sdxl_pipe(unet=None, cls=StableDiffusionXLPipeline, **components):

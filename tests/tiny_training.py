@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tiny import CONFIG, tiny_unet
+from tiny import CONFIG, three_level_unet
 
 from distill.config import ObjectiveConfig
 from distill.objective import Objective
@@ -83,7 +83,9 @@ def new_objective(
 
 def make_objective(config=CONFIG, teacher=None, **arguments):
     """An objective whose codebooks have started."""
-    objective = new_objective(tiny_unet() if teacher is None else teacher, config, **arguments)
+    objective = new_objective(
+        three_level_unet() if teacher is None else teacher, config, **arguments
+    )
     start(objective, [make_batch(seed=7)])
     return objective
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny import CONFIG, random_codebooks, tiny_pipe, tiny_unet, two_level_unet
+from tiny import CONFIG, random_codebooks, three_level_unet, tiny_pipe, two_level_unet
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined
 from avq_diffusers.cli import main as cli
@@ -274,7 +274,7 @@ def test_the_command_serves_a_page(site, model, tmp_path, monkeypatch, capsys):
     without rows before the first image, and refined parents shown beside a tolerance."""
     import gradio
 
-    random_codebooks(tiny_unet(), CONFIG).save_pretrained(tmp_path)
+    random_codebooks(three_level_unet(), CONFIG).save_pretrained(tmp_path)
     served = []
     monkeypatch.setattr(
         gradio.Blocks, "block_thread", lambda page: served.append(page) or page.close()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from tiny import tiny_pipe
+from tiny import three_level_pipe
 from toy_data import (
     SCENES,
     SIZE,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_traces")
 
 def test_encoder_is_the_pipeline():
     """Catches other pixel ranges, scaled latents, another layer of the text encoder."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     parts = Encoder(pipe.vae, pipe.text_encoder, pipe.tokenizer)
     captions = ["a red fox", "", "a fox " * 40]  # 77 tokens hold less than 40 foxes
     images = [picture.resize((64, 64)) for picture in pictures()[:3]]

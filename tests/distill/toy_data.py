@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image
-from tiny import tiny_components
+from tiny import tiny_encoders, tiny_tokenizer
 
 from distill.data.config import DataConfig
 from distill.data.encoder import Encoder
@@ -25,8 +25,7 @@ SAMPLES_PER_SHARD = 8
 
 
 def encoder():
-    parts = tiny_components()
-    return Encoder(parts["vae"], parts["text_encoder"], parts["tokenizer"])
+    return Encoder(**tiny_encoders(), tokenizer=tiny_tokenizer())
 
 
 def pictures():

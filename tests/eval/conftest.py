@@ -6,7 +6,7 @@ import coco_rows
 import pytest
 import torch
 from accelerate.state import PartialState
-from tiny import random_codebooks, tiny_unet
+from tiny import random_codebooks, three_level_unet
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers import select_layers
@@ -53,7 +53,7 @@ def scorer():
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):
     """A folder of M4P2C2 codebooks for levels 0 and 1, with changes of the projections."""
-    unet = tiny_unet()
+    unet = three_level_unet()
     generator = torch.manual_seed(3)
     changes = {
         layer.name: {
@@ -72,7 +72,7 @@ def distilled(tmp_path_factory):
 @pytest.fixture(scope="module")
 def linfusion(tmp_path_factory):
     """A folder of LinFusion layers for level 1."""
-    unet = tiny_unet()
+    unet = three_level_unet()
     layers = {
         layer.name: LinFusionProcessor(layer.attn.query_dim).state_dict() | layer.attn.state_dict()
         for layer in select_layers(unet, (1,))

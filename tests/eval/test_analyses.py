@@ -7,7 +7,7 @@ import pytest
 import torch
 from eval_helpers import run_command
 from PIL import Image
-from tiny import CONFIG, draw, random_codebooks, tiny_pipe, tiny_unet
+from tiny import CONFIG, draw, random_codebooks, three_level_pipe, three_level_unet
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
@@ -23,7 +23,7 @@ SCENES = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
 def test_a_variant_is_the_codebooks_of_another_configuration(key_norm):
     """Fails for fields that reach no layer, changes or norms that are lost, or the original
     that changes as well."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     config = replace(CONFIG, key_norm=key_norm)
     fields = {"query_order": "random", "query_tile": 8}
     changes = {
@@ -54,7 +54,7 @@ def test_a_variant_is_the_codebooks_of_another_configuration(key_norm):
 
 def test_tiled_and_exact_importance():
     """Fails for fields in the wrong row; one importance tile that holds all parents is exact."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     method = Method("x", (0,), random_codebooks(pipe.unet, TWELVE))
     analysis = analyses.ANALYSES["importance"]
     assert analysis.variants(method) == [{"importance_tile": 8}, {"importance_tile": None}]
@@ -75,7 +75,7 @@ def test_orders_and_tiles():
     fields = analyses.order_variants(None)
     assert {f["query_order"] for f in fields} == {"gilbert", "raster", "random"}
     assert len({tuple(f.values()) for f in fields}) == len(fields) == 18
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     method = Method("x", (0,), random_codebooks(pipe.unet, TWELVE))
     cases = ("gilbert", 4), ("random", 4), ("gilbert", 256), ("random", 512)
     variants = [method.with_fields(query_order=order, query_tile=tile) for order, tile in cases]
@@ -194,7 +194,7 @@ def test_variants_as_table_and_lines():
 def test_the_analyse_command(model, tmp_path, monkeypatch, capsys):
     """From the command line to JSON, table and plot; stored results show those of all analyses."""
     folder = tmp_path / "codebooks"
-    random_codebooks(tiny_unet(), TWELVE).save_pretrained(folder)
+    random_codebooks(three_level_unet(), TWELVE).save_pretrained(folder)
     options = {"methods": folder, "model": model, "images": 2, "timesteps": 1}
     options |= {"levels": "0", "output": tmp_path}
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]

@@ -7,20 +7,19 @@ from time import sleep
 
 import pytest
 import torch
-from eval_helpers import failed_command, run_command
+from eval_helpers import FAST, failed_command, run_command
 from PIL import Image
 
 from avq_diffusers import AVQConfig
-from eval.benchmarks import inputs, kernels, parts
+from eval.benchmarks import inputs, kernels, parts, timing
 from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.parts import Sizes, part_rows
-from eval.benchmarks.timing import Effort, time_in_turns
+from eval.benchmarks.timing import time_in_turns
 from eval.benchmarks.unfused import flat_kernel, unfused_precompute
 from eval.names import method_name, parse_method
 
 CPU = torch.device("cpu")
-FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
 TWO_SIZES = [Shape(1, 2, 16, 16), Shape(1, 2, 36, 16)]
 TINY_METHODS = ["M8", "M4P2C2", "M4P2C2/own"]
 SHAPE = Shape(2, 2, 150, 16)  # N is no multiple of the query tile
@@ -252,6 +251,7 @@ def test_the_commands_write_rows_fits_and_plots(part, tmp_path, monkeypatch, cap
 
 
 def test_other_commands_write_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "Effort", lambda **_: FAST)
     output = ("--device", "cpu", "--output", tmp_path)
     run_command(monkeypatch, "bench", "gradients", *output)
     options = ("--tokens", 64, "--config", "M4P2C2", "--heads", 1, "--head-dim", 8)

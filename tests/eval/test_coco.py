@@ -15,7 +15,7 @@ import torch
 from coco_rows import noise, rows_of, run, score, write_row
 from PIL import Image
 from processes import FORKED
-from tiny import random_codebooks, tiny_pipe, tiny_unet
+from tiny import random_codebooks, three_level_pipe, three_level_unet
 
 from avq_diffusers.files import locked
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
@@ -34,8 +34,8 @@ NUM_REAL = 8
 def place(tmp_path_factory):
     """A folder with a tiny model, codebooks for it, and scenes written as COCO."""
     place = tmp_path_factory.mktemp("coco")
-    tiny_pipe().save_pretrained(place / "model")
-    random_codebooks(tiny_unet()).save_pretrained(place / "codebooks")
+    three_level_pipe().save_pretrained(place / "model")
+    random_codebooks(three_level_unet()).save_pretrained(place / "codebooks")
     assert run("write", place / "scenes", "--images", NUM_REAL, "--size", 64) == (0, "", "")
     return place
 
@@ -133,7 +133,7 @@ def test_kills_and_restarts_change_nothing(place, exact):
 
 def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     pipe.set_progress_bar_config(disable=True)
     texts = captions.Captions(tuple("abcde"), "test")
     settings = Sampling(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
@@ -186,7 +186,7 @@ def test_a_folder_of_other_things_is_refused(place, tmp_path):
 
 def test_images_that_hold_nan_are_refused():
     """Catches black images, which NaN becomes as bytes, in a score."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"returned NaN for at least one of the seeds \[4\]"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from eval_helpers import CALIBRATION
-from tiny import tiny_pipe
+from tiny import three_level_pipe
 
 from eval.names import EXACT, NO_ATTENTION
 from eval.quality import compare, metrics
@@ -14,7 +14,7 @@ from eval.quality.generation import Sampling, generate
 
 def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
     """Fails for a pairing of prompts and seeds that differs between methods, or from its order."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     prompts, seeds, methods = ["a", "bb"], range(2), ("M4P2C2", NO_ATTENTION)
     settings = Sampling(num_inference_steps=2)
     rows, images = compare.compare(
@@ -41,7 +41,7 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
 def test_compare_shows_what_scalecrafter_does():
     """Fails where both rows are drawn with it, or both without, or where methods are compared to
     the row without it."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     settings = Sampling(num_inference_steps=2, size=256, is_dilated=True)
     (row,), images = compare.compare(
         pipe, [NO_ATTENTION], ["a"], range(1), settings, calibration_prompts=CALIBRATION

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from eval_helpers import run_command
+from eval_helpers import FAST, run_command
 from safetensors.torch import load_file
-from tiny import tiny_pipe
+from tiny import three_level_pipe
 from tiny_mini_sd3 import save_tiny_mini_sd3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Dinov2Config, Dinov2Model
@@ -138,7 +138,7 @@ def test_errors_on_a_tiny_vit():
 def test_a_group_of_tokens_is_replaced_alone():
     """Catches features that are off because of layers with other numbers of tokens, and steps that
     are not measured."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     one = subject_of(pipe, 64, 1, ["a red fox", "a blue fox"])
     assert len(one.tests) == 3
     rows = measure(one, ["M8/own", "value-projection"], min_tokens=16)
@@ -289,6 +289,7 @@ def test_a_model_of_few_tokens_is_refused():
 def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     """A vision model of transformers, on images that need no further package. Catches a model in
     another precision, and a result that replaces the usual one."""
+    monkeypatch.setattr(measuring, "Effort", lambda: FAST)
     tiny_vit().save_pretrained(tmp_path / "model")
     noise = np.random.default_rng(4).integers(0, 256, (60, 80, 3), np.uint8)
     monkeypatch.setattr(photographs, "_read", lambda name: np.roll(noise, len(name)))
@@ -363,7 +364,7 @@ def test_a_pan_goes_from_corner_to_corner(monkeypatch):
 
 def test_a_pipeline_has_no_frames():
     with pytest.raises(ValueError, match="--frames is for vision models, but got 2 for a pipeline"):
-        subject_of(tiny_pipe(), 64, 1, ["a red fox"], 2)
+        subject_of(three_level_pipe(), 64, 1, ["a red fox"], 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from eval_helpers import SETTINGS_2X, prepare, run_command, watched
 from PIL import Image
-from tiny import random_codebooks, tiny_pipe
+from tiny import random_codebooks, three_level_pipe
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.diagnostics import (
@@ -61,7 +61,7 @@ def test_errors_by_hand(kind, distilled):
     """Fails for timesteps that are averaged and not pooled, a teacher that is not exact, keys
     without the projection's change or norm, of another image or step, heads that are mixed,
     another order, tile or importance, and layers that stay exact."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     method = method_of(kind, pipe, distilled)
     (row,) = layer_errors.measure_errors(pipe, [method], SCENES, num_timesteps=2)
     batches = list(layer_errors.noised_scenes(pipe, SCENES, 2))
@@ -149,7 +149,7 @@ def codeword_figures(layer, method, hidden_states):
 @torch.no_grad()
 def test_noised_scenes_are_what_the_model_sees_in_training():
     """Catches latents or pixels of another scale, one noise for all steps, and others' captions."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     pixels = np.stack([render(scene, 128) for scene in SCENES]).transpose(0, 3, 1, 2) / 255
     pixels = torch.from_numpy(2 * pixels - 1).float()
     clean = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
@@ -166,7 +166,7 @@ def test_noised_scenes_are_what_the_model_sees_in_training():
 
 def test_errors_of_methods_with_other_codewords_or_none(linfusion, distilled):
     """Exact has no error, the controls have; all figures of codebooks are missing."""
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     methods = prepare(pipe, EXACT, NO_ATTENTION, "M4", str(linfusion), str(distilled))
     *rest, zero, three = layer_errors.elastic(methods, (0, 3, 9))
     assert rest == methods[:4]
@@ -234,7 +234,7 @@ def test_the_command_at_twice_the_size(model, tmp_path, monkeypatch, distilled, 
     assert layer_errors.errors_table(rows) in capsys.readouterr().out
     assert Image.open(path.with_suffix(".png")).size[1] > 600  # two rows of panels
 
-    pipe = tiny_pipe()
+    pipe = three_level_pipe()
     ((latents, step, text_states),) = layer_errors.noised_scenes(pipe, SCENES, 1, 256)
     assert latents.shape[-2:] == (32, 32)
     (method,) = prepare(pipe, f"{distilled}@P2")

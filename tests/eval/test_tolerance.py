@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from eval_helpers import run_command
-from tiny import tiny_pipe
+from tiny import three_level_pipe
 from tiny_vision import WIDE, choosing
 from transformers import ViTConfig, ViTModel
 
@@ -34,7 +34,7 @@ def rows_of(path):
 
 def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
     """Catches images of another plan than the one whose time and error are told."""
-    tiny_pipe().save_pretrained(tmp_path / "model")
+    three_level_pipe().save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1,2"]
     arguments += ["--tolerances", "0.00001,9", "--methods", "M4/own,tome@.5", "--output", tmp_path]
     run_command(monkeypatch, "tolerance", *arguments)
@@ -58,7 +58,11 @@ def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
 
 def test_errors_of_batches_are_those_of_each_prompt_alone():
     """Catches errors of another prompt, of one half of the guidance alone, or of equal weights."""
-    pipe, prompts, config = tiny_pipe(), ["a cat", "a dog", "a house"], AVQConfig.parse(COARSE)
+    pipe, prompts, config = (
+        three_level_pipe(),
+        ["a cat", "a dog", "a house"],
+        AVQConfig.parse(COARSE),
+    )
     arguments = {"num_inference_steps": 2, "height": 64, "width": 64}
     plan = {layer.name: {1000: Choice(config.sizes, 0.0)} for layer in select_layers(pipe.unet)}
     (expected,) = output_errors(pipe, prompts, [plan], config, seed=5, parts=1, **arguments)

@@ -118,7 +118,7 @@ def lumina_next(random, height: int, width: int) -> dict[str, Any]:
         height,
         width,
         encoder_mask=padding(),
-        image_rotary_emb=get_2d_rotary_pos_embed_lumina(64, 384, 384),
+        image_rotary_emb=get_2d_rotary_pos_embed_lumina(64, 16, 16),
         cross_attention_kwargs={},
     )
 
