@@ -3,7 +3,7 @@ from .layers import Layer, LayerSpec
 from .measurement import output_errors
 from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
 from .profile import Allocation
-from .timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, sampling_weights
+from .timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep, sampling_weights
 from .verbs import attention_replaced, gather_codebooks, replace_attention
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Layer",
     "LayerSpec",
     "Timesteps",
+    "at_timestep",
     "attention_replaced",
     "gather_codebooks",
     "has_unet",

@@ -27,6 +27,7 @@ class ExactRun:
     Args:
         parts: number of equal parts of the training timesteps to keep apart.
         weights: weight of a call's error, by training timestep; None weights all calls equally.
+        plan: what layers run in place of exact attention, by the start of a part.
         bar: advances by one per exact call, and shows the number of repeated ones.
 
     Attributes:
@@ -36,13 +37,16 @@ class ExactRun:
         number: index of the current call, over all examples.
         example: index of the current example.
         depth: nesting depth of model calls.
-        trial: what a repeated call runs; None in the exact one.
+        trial: what the current call runs; None is exact attention.
     """
 
-    def __init__(self, parts: int, weights: Tensor | None, bar: tqdm) -> None:
+    def __init__(
+        self, parts: int, weights: Tensor | None, plan: Mapping[int, Trial], bar: tqdm
+    ) -> None:
         starts = [NUM_TRAIN_TIMESTEPS * (parts - part) // parts for part in range(parts)]
         self.starts = {start: start for start in starts}
         self.weights = weights
+        self.plan = plan
         self.bar = bar
         self.repeated = 0
         self.start = NUM_TRAIN_TIMESTEPS
@@ -69,14 +73,14 @@ class ExactRun:
         def leave(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             try:
                 if self.depth == 1 and output is not None:
-                    exact = _tensors_of(output)
+                    exact = tensors_of(output)
 
                     def repeat(trial: Trial) -> float:
                         self.repeated += 1
                         self.bar.set_postfix(repeated=self.repeated)
                         self.trial = trial
                         try:
-                            return squared(_tensors_of(model(*args, **kwargs)), exact)
+                            return squared(tensors_of(model(*args, **kwargs)), exact)
                         finally:
                             self.trial = None
 
@@ -106,10 +110,11 @@ class ExactRun:
                 self.start = at_timestep(self.starts, timestep)
                 if self.weights is not None:
                     self.weight = float(self.weights[min(int(timestep), len(self.weights) - 1)])
+        self.trial = self.plan.get(self.start)
 
 
-def _tensors_of(output: Any) -> list[Tensor]:
-    """The tensors in a model's first output."""
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in the first output of a model or pipeline."""
     first = output if isinstance(output, Tensor) else output[0]
     return [x for x in pytree.tree_leaves(first) if isinstance(x, Tensor)]
 

@@ -79,14 +79,16 @@ def run_examples(
     num_inference_steps: int,
     seed: int,
     arguments: Mapping[str, Any],
-) -> None:
-    """Run the examples in order: prompt i with seed `seed + i`, without decoding."""
+) -> list[Any]:
+    """Run the examples in order: prompt i with seed `seed + i`, without decoding.
+
+    Returns:
+        What the pipeline or model returned, by example.
+    """
     if not host.has_prompts:
-        for batch in examples:
-            pipe(pixel_values=batch, **arguments)
-        return
+        return [pipe(pixel_values=batch, **arguments) for batch in examples]
     with _quiet(pipe):
-        for index, prompt in enumerate(examples):
+        return [
             pipe(
                 prompt,
                 num_inference_steps=num_inference_steps,
@@ -94,6 +96,8 @@ def run_examples(
                 output_type="latent",
                 **arguments,
             )
+            for index, prompt in enumerate(examples)
+        ]
 
 
 def lacks_memory(error: RuntimeError) -> bool:

@@ -85,6 +85,11 @@ class MeasuredLayer:
         return [*dict.fromkeys(sizes[len(sizes) * part // 3] for part in (1, 2))] if sizes else []
 
     @property
+    def coarse(self) -> Sizes | None:
+        """The coarser anchor; None if all sizes meet all tokens."""
+        return _sizes(self.anchors[0]) if self.anchors else None
+
+    @property
     def is_probed(self) -> bool:
         """Whether the layer is measured in the current call of the model."""
         # A different step in each example, so that every part of the denoising is covered.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from avq_diffusers.config import AVQConfig, check_int
-from avq_diffusers.hosts.exact_run import ExactRun, Repeat
+from avq_diffusers.hosts.exact_run import ExactRun, Repeat, Trial, squared, tensors_of
 from avq_diffusers.hosts.examples import checked_examples, run_examples
 from avq_diffusers.hosts.host import Host, Hosted, installed
 from avq_diffusers.hosts.measured_layer import MeasuredLayer
@@ -91,21 +91,28 @@ class Measurement:
         _check_measured(self.config)
 
     def follow(
-        self, description: str, visit: Callable[[Call], None], *, is_probed: bool
-    ) -> dict[Hosted, list[MeasuredLayer]]:
-        """Run all examples with exact attention and visit each call.
+        self,
+        description: str,
+        visit: Callable[[Call], None],
+        *,
+        is_probed: bool = False,
+        plan: Mapping[int, Trial] | None = None,
+    ) -> tuple[dict[Hosted, list[MeasuredLayer]], list[Any]]:
+        """Run all examples and visit each call.
 
         Args:
             description: label of the progress bar.
             visit: called with each call.
             is_probed: whether to measure the errors of the layers' own attention.
+            plan: what layers run in place of exact attention, by the start of a part.
 
         Returns:
-            The layers of each model.
+            The layers of each model, and what each example returned.
         """
         total = _num_calls(self.host, self.examples, self.num_inference_steps)
         bar = tqdm(desc=description, unit=" calls", total=total, disable=not self.progress)
-        run = ExactRun(self.parts, _weights(self.pipe, self.num_inference_steps), bar)
+        weights = _weights(self.pipe, self.num_inference_steps)
+        run = ExactRun(self.parts, weights, plan or {}, bar)
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with bar, ExitStack() as stack:
@@ -128,7 +135,7 @@ class Measurement:
                 on_call = partial(_visit, visit, hosted, layers, run)
                 stack.enter_context(run.watch(hosted, on_call))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            run_examples(
+            results = run_examples(
                 self.pipe,
                 self.host,
                 run.follow(self.examples),
@@ -136,7 +143,7 @@ class Measurement:
                 self.seed,
                 self.arguments,
             )
-        return measured
+        return measured, results
 
     def _turns(self, num_layers: int) -> int:
         """Measure each layer in one of this many calls, to stay within `MOST_REPEATED`."""
@@ -166,9 +173,9 @@ def measure_error(
     The output error is |model(AVQ) - model(exact)| / |model(exact)|, where the output is the
     predicted noise or velocity, or a vision model's first output. Over a run it is the root mean
     square of the calls' errors; UNet calls are weighted by how much an error in their noise changes
-    the image. Each call runs exact and is repeated with AVQ. The profile holds for the image size
-    that was measured; with four prompts or more it also holds for other prompts. The model is left
-    unchanged.
+    the image, measured for each part of the denoising. Each call runs exact and is repeated with
+    AVQ. The profile holds for the image size that was measured; with four prompts or more it also
+    holds for other prompts. The model is left unchanged.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
@@ -208,7 +215,7 @@ def measure_error(
     profile = _single_layers(measurement)
     plans = [profile.within(tolerance).choices for tolerance in CHECKED]
     curve = []
-    errors = _errors_of(measurement, plans, "together")
+    errors = _errors_of(measurement, plans, profile.weights, "together")
     for tolerance, of_examples in zip(CHECKED, errors, strict=True):
         predicted = profile.within(tolerance).error
         if predicted > 0 and max(of_examples) > 0:
@@ -222,6 +229,8 @@ def output_errors(
     examples: Sequence[str] | Tensor | Sequence[Tensor],
     plans: Sequence[Plan],
     config: AVQConfig | None = None,
+    *,
+    weights: Mapping[int, float] | None = None,
     **arguments: Any,
 ) -> list[list[float]]:
     """Measure the error of the model's output under several plans for its layers.
@@ -230,6 +239,7 @@ def output_errors(
         plans: `Choice`s by layer name, then by the timestep from which they hold, such as the
             `choices` of an allocation. Layers without an entry run exact.
         pipe, examples, config: as in `measure_error`.
+        weights: weights of the parts, such as a profile's; None weights all parts equally.
         **arguments: the other arguments of `measure_error`.
 
     Returns:
@@ -239,7 +249,7 @@ def output_errors(
         TypeError, ValueError, RuntimeError: as `measure_error`.
     """
     measurement = Measurement(pipe, examples, config, **arguments)
-    return _errors_of(measurement, plans, "output error")
+    return _errors_of(measurement, plans, weights or {}, "output error")
 
 
 def _single_layers(measurement: Measurement) -> ErrorProfile:
@@ -255,7 +265,11 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
         for layer in call.layers:
             layer.probe(call.output, call.repeat)
 
-    measured = measurement.follow("single layers", visit, is_probed=True)
+    measured, _ = measurement.follow("single layers", visit, is_probed=True)
+    coarse = {x.layer.name: x.coarse for layers in measured.values() for x in layers if x.times}
+    weights = _image_weights(measurement, coarse) if len(starts) > 1 else {}
+    for start, weight in weights.items():
+        outputs[start] *= weight
     total = max(1, starts.total())
     found = tuple(
         layer.effects(outputs, models[hosted] / total)
@@ -265,11 +279,35 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
     shares = {start: number / total for start, number in starts.items()}
     units = {layer.unit for layers in measured.values() for layer in layers}
     unit = MILLISECONDS if MILLISECONDS in units else OPERATIONS
-    return ErrorProfile(measurement.config, found, shares, unit=unit)
+    return ErrorProfile(measurement.config, found, shares, weights=weights, unit=unit)
+
+
+def _image_weights(measurement: Measurement, coarse: Trial) -> dict[int, float]:
+    """What a squared output error adds to the image's, by part of the denoising, with mean 1.
+
+    Measured with coarse sizes in one part at a time, relative to `sampling_weights`, which do not
+    know that early errors change what later steps draw.
+    """
+    errors: dict[int, float] = defaultdict(float)
+
+    def visit(call: Call) -> None:
+        errors[call.run.start] += call.run.weight * call.repeat(coarse)
+
+    _, exact = measurement.follow("all layers", visit)
+    ratios = {}
+    for start, error in errors.items():
+        _, found = measurement.follow(f"from {start}", lambda call: None, plan={start: coarse})
+        latents = [[x for one in results for x in tensors_of(one)] for results in (found, exact)]
+        ratios[start] = squared(*latents) / error if error else 0.0
+    mean = sum(ratios.values()) / len(ratios)
+    return {start: ratio / mean for start, ratio in ratios.items()} if mean else {}
 
 
 def _errors_of(
-    measurement: Measurement, plans: Sequence[Plan], description: str
+    measurement: Measurement,
+    plans: Sequence[Plan],
+    weights: Mapping[int, float],
+    description: str,
 ) -> list[list[float]]:
     """The output error per plan and example."""
     sums = torch.zeros(len(plans), len(measurement.examples), 2, dtype=torch.float64)
@@ -279,9 +317,9 @@ def _errors_of(
         for place, plan in enumerate(plans):
             trial = {x: at_timestep(parts, run.start).sizes for x, parts in plan.items()}
             found = torch.tensor([call.repeat(trial), call.output], dtype=torch.float64)
-            sums[place, run.example] += run.weight * found
+            sums[place, run.example] += run.weight * weights.get(run.start, 1.0) * found
 
-    measurement.follow(description, visit, is_probed=False)
+    measurement.follow(description, visit)
     return (sums[..., 0] / sums[..., 1]).sqrt().tolist()
 
 

@@ -164,6 +164,7 @@ class ErrorProfile:
         layers: effects and times.
         shares: share of the model's calls, by the timestep at which a part of the denoising begins.
         curve: predicted and measured errors of allocations, used to correct other predictions.
+        weights: weight of a squared error, by part like `shares`; empty if all parts count alike.
         unit: unit of times: `"ms"` on a GPU; elsewhere `"GFLOP"`, from the columns per query.
 
     Raises:
@@ -175,6 +176,7 @@ class ErrorProfile:
     layers: tuple[LayerEffects, ...] = field(repr=False)
     shares: Mapping[int, float] = field(repr=False)
     curve: tuple[Point, ...] = field(repr=False, default=())
+    weights: Mapping[int, float] = field(repr=False, default_factory=dict)
     unit: str = MILLISECONDS
 
     def __post_init__(self) -> None:
@@ -190,6 +192,10 @@ class ErrorProfile:
         for numbers in (self.shares.values(), *self.curve):
             if not all(0 < x < math.inf for x in numbers):
                 raise ValueError("shares and errors of an error profile must be above 0.")
+        if self.weights and self.weights.keys() != self.shares.keys():
+            raise ValueError("weights of an error profile must be those of its parts.")
+        if not all(0 <= x < math.inf for x in self.weights.values()):
+            raise ValueError("weights of an error profile must be finite and not negative.")
 
     def within(self, tolerance: float) -> Allocation:
         """The fastest sizes whose output error is within a tolerance.
@@ -333,6 +339,7 @@ class ErrorProfile:
             "unit": self.unit,
             "shares": self.shares,
             "curve": [point._asdict() for point in self.curve],
+            "weights": self.weights,
             "layers": [
                 {
                     "layer": one.layer.stored,
@@ -359,6 +366,7 @@ class ErrorProfile:
                 tuple(map(_read, document["layers"])),
                 _by_start(document["shares"]),
                 tuple(Point(**point) for point in document["curve"]),
+                _by_start(document["weights"]),
                 document["unit"],
             )
         except (

@@ -1,6 +1,6 @@
 """Calls of exact runs, repeated with other attention: output errors and step times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from avq_diffusers.hosts import sampling_weights, select_layers
+from avq_diffusers.hosts import at_timestep, sampling_weights, select_layers
 from eval.benchmarks.timing import block_ms, in_turns
 from eval.methods import network_of
 
@@ -39,16 +39,21 @@ def recorded_calls(
     prompts: Sequence[str],
     first_seed: int,
     batch_size: int,
+    of_parts: Mapping[int, float],
     **arguments: Any,
 ) -> list[Call]:
-    """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`."""
+    """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`.
+
+    `of_parts` are a profile's weights.
+    """
     weights = _weights(pipe, arguments["num_inference_steps"])
     calls: list[Call] = []
     batch = range(0)
 
     def record(network: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-        weight = 1.0 if weights is None else float(weights[int(timestep.flatten()[0])])
+        timestep = float((args[1] if len(args) > 1 else kwargs["timestep"]).flatten()[0])
+        weight = 1.0 if weights is None else float(weights[int(timestep)])
+        weight *= at_timestep(of_parts, timestep) if of_parts else 1.0
         calls.append(Call(batch, weight, args, kwargs, output[0].clone()))
 
     handle = network_of(pipe).register_forward_hook(record, with_kwargs=True)

@@ -65,7 +65,9 @@ def measure_tolerances(
     profile = measure_error(pipe, probed, config, **arguments)
     # Noise that the probes did not use.
     seeds = range(len(probed), len(probed) + len(prompts))
-    calls = recorded_calls(pipe, prompts, seeds[0], settings.batch_size, **arguments)
+    calls = recorded_calls(
+        pipe, prompts, seeds[0], settings.batch_size, profile.weights, **arguments
+    )
     steps = Steps(pipe, calls[:PROBED_STEPS]) if calls[0].output.is_cuda else None
     draws = {
         number: partial(generate, settings=replace(settings, num_inference_steps=number))

@@ -65,8 +65,9 @@ def test_errors_of_batches_are_those_of_each_prompt_alone():
     )
     arguments = {"num_inference_steps": 2, "height": 64, "width": 64}
     plan = {layer.name: {1000: Choice(config.sizes, 0.0)} for layer in select_layers(pipe.unet)}
-    (expected,) = output_errors(pipe, prompts, [plan], config, seed=5, parts=1, **arguments)
-    calls = recorded_calls(pipe, prompts, 5, 2, **arguments)
+    run = {"seed": 5, "parts": 2, "weights": {1000: 1.0, 500: 3.0}}
+    (expected,) = output_errors(pipe, prompts, [plan], config, **run, **arguments)
+    calls = recorded_calls(pipe, prompts, 5, 2, run["weights"], **arguments)
     apply_avq(pipe, config, route="always")
     assert repeated_errors(pipe, calls) == pytest.approx(expected, rel=1e-3)
     assert min(abs(a / b - 1) for a, b in pairwise(expected)) > 0.01

@@ -16,7 +16,14 @@ from tiny_transformers import sd3_pipe, sd3_transformer, wan_transformer
 from tiny_vision import images, tiny_vision
 from tqdm import tqdm
 
-from avq_diffusers import AVQConfig, apply_avq, calibrate, measure_error, remove_avq
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    calibrate,
+    measure_error,
+    remove_avq,
+    set_num_refined,
+)
 from avq_diffusers.hosts import measured_layer, measurement, routing
 from avq_diffusers.hosts.exact_run import ExactRun
 from avq_diffusers.hosts.layers import LayerSpec
@@ -71,6 +78,12 @@ def noise_of(pipe, source, **run):
     return exact, found
 
 
+def timestep_weights(pipe):
+    """Of the calls in three steps."""
+    alphas = pipe.scheduler.alphas_cumprod.double()
+    return [float(sampling_weights(alphas, 3)[x]) for x in (667, 334, 1)]
+
+
 class TestMeasure:
     def test_effects_are_those_of_one_layer_alone(self, pipe):
         """By hand. Catches the attention's own error in place of the output's, parts mixed up,
@@ -79,8 +92,8 @@ class TestMeasure:
         assert profile.shares == {1000: 1 / 3, 666: 1 / 3, 333: 1 / 3}  # calls at 667, 334 and 1
         run = {"height": 64, "width": 64, "num_inference_steps": 3}
         names = [one.layer.name for one in profile.layers]
-        alphas = pipe.scheduler.alphas_cumprod.double()
-        weights = [float(sampling_weights(alphas, 3)[x]) for x in (667, 334, 1)]
+        of_timesteps = timestep_weights(pipe)
+        weights = [a * b for a, b in zip(of_timesteps, profile.weights.values(), strict=True)]
         for place, sizes in ((0, MIDDLE), (2, FINE)):
             others = tuple(name for name in names if name != names[place])
             config = AVQConfig.parse(sizes, query_tile=16, exact=others)
@@ -97,6 +110,37 @@ class TestMeasure:
             measured = [of_part[sizes] for of_part in effects]
             expected = [(square / total) ** 0.5 for square in squares]
             assert measured == pytest.approx(expected, rel=1e-2)
+
+    def test_parts_are_weighted_by_what_their_errors_do_to_the_image(self, pipe):
+        """By hand. Catches AVQ in other parts, an image error that is not divided by the output's,
+        and calls that all count alike."""
+        weights = measure(pipe, parts=3, seed=5).weights
+        run = {"height": 64, "width": 64, "num_inference_steps": 3}
+        exact_noise, noise = noise_of(pipe, CONFIG, **run)
+
+        def latents(*parts):
+            apply_avq(pipe, CONFIG, route="always")
+            if parts:
+                starts = zip((1000, 666, 333), parts, strict=True)
+                set_num_refined(pipe, {start: x or "exact" for start, x in starts})
+            generator = torch.Generator().manual_seed(5)
+            found = pipe(PROMPT, **run, generator=generator, output_type="latent").images
+            remove_avq(pipe)
+            return found.double()
+
+        exact = latents(None, None, None)
+        places = (4, None, None), (None, 4, None), (None, None, 4)
+        ratios = [
+            float((latents(*parts) - exact).square().sum() / (a - b).double().square().sum())
+            / weight
+            for parts, a, b, weight in zip(
+                places, noise, exact_noise, timestep_weights(pipe), strict=True
+            )
+        ]
+        mean = sum(ratios) / 3
+        assert [*weights] == [1000, 666, 333]
+        assert [*weights.values()] == pytest.approx([x / mean for x in ratios], rel=1e-2)
+        assert max(ratios) > 1.5 * min(ratios)
 
     def test_all_layers_together(self, pipe):
         """Catches a correction by layers alone, and a mean over examples."""
@@ -121,7 +165,7 @@ class TestMeasure:
         calls, arguments = [], {**SIZE, "num_inference_steps": 6, "parts": 3}
         with pipe.unet.register_forward_pre_hook(lambda *_: calls.append(1)):
             profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
-        assert len(calls) == 2 * 12 + 32 + 12 * len(measurement.CHECKED)
+        assert len(calls) == 12 + 32 + 12 * (2 + 3) + 12 * (1 + len(measurement.CHECKED))
         for one in profile.layers:
             assert len({tuple(effects.values()) for effects in one.effects.values()}) == 3
 
@@ -282,7 +326,7 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
 def test_kernels_compile_side_by_side():
     """Catches sizes that compile one after another, gradients in a thread, a lost error."""
     both, modes = Barrier(2), []
-    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(1, None, tqdm(disable=True)), None)
+    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(1, None, {}, tqdm(disable=True)), None)
 
     def call():
         both.wait(timeout=10)

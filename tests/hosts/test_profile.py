@@ -386,6 +386,8 @@ class TestFile:
             {"unit": "s"},
             {"shares": {"1000": 1.0}},
             {"shares": SHARES | {"1000": 0}},
+            {"weights": {"1000": 1.0}},
+            {"weights": {"500": -1.0, "1000": 3.0}},
             {"curve": [{"predicted": 0.1, "measured": math.nan}]},
             {"curve": [{"predicted": 0.1}]},
             {"layers": [STORED | {"layer": {"name": "a"}}]},
@@ -407,6 +409,7 @@ class TestFile:
         """The good file has its parts in another order than `save`."""
         path = tmp_path / "other.json"
         good = {"config": {}, "layers": [STORED], "shares": SHARES, "curve": [], "unit": "ms"}
+        good["weights"] = {"500": 0.5, "1000": 1.5}
         path.write_text(json.dumps(good))
         assert plan(ErrorProfile.load(path).within(0.2)) == {"a": {1000: "M4", 500: "exact"}}
         for content in (json.dumps(good | change), "", "{", "[]", "{}", "[" * 100_000):
