@@ -103,7 +103,8 @@ def calibrate(
         state.function = samples[layer.name].attend
     bar = tqdm(examples, "examples", disable=not progress)
     with avq_disabled(pipe), installed(hosted, states):
-        run_examples(pipe, host, bar, num_inference_steps, seed, arguments)
+        for _ in run_examples(pipe, host, bar, num_inference_steps, seed, arguments):
+            pass
 
     codebooks, report = {}, {}
     for layer, state in tqdm(states.items(), "codebooks", disable=not progress):

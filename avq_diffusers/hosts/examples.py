@@ -79,25 +79,25 @@ def run_examples(
     num_inference_steps: int,
     seed: int,
     arguments: Mapping[str, Any],
-) -> list[Any]:
+) -> Iterator[Any]:
     """Run the examples in order: prompt i with seed `seed + i`, without decoding.
 
-    Returns:
-        What the pipeline or model returned, by example.
+    Yields:
+        What the pipeline or model returns, by example.
     """
     if not host.has_prompts:
-        return [pipe(pixel_values=batch, **arguments) for batch in examples]
+        for batch in examples:
+            yield pipe(pixel_values=batch, **arguments)
+        return
     with _quiet(pipe):
-        return [
-            pipe(
+        for index, prompt in enumerate(examples):
+            yield pipe(
                 prompt,
                 num_inference_steps=num_inference_steps,
                 generator=torch.Generator().manual_seed(seed + index),
                 output_type="latent",
                 **arguments,
             )
-            for index, prompt in enumerate(examples)
-        ]
 
 
 def lacks_memory(error: RuntimeError) -> bool:

@@ -97,7 +97,7 @@ class Measurement:
         *,
         is_probed: bool = False,
         plan: Mapping[int, Trial] | None = None,
-    ) -> tuple[dict[Hosted, list[MeasuredLayer]], list[Any]]:
+    ) -> tuple[dict[Hosted, list[MeasuredLayer]], list[Tensor]]:
         """Run all examples and visit each call.
 
         Args:
@@ -107,7 +107,7 @@ class Measurement:
             plan: what layers run in place of exact attention, by the start of a part.
 
         Returns:
-            The layers of each model, and what each example returned.
+            The layers of each model and, with several parts, the final latents.
         """
         total = _num_calls(self.host, self.examples, self.num_inference_steps)
         bar = tqdm(desc=description, unit=" calls", total=total, disable=not self.progress)
@@ -135,7 +135,7 @@ class Measurement:
                 on_call = partial(_visit, visit, hosted, layers, run)
                 stack.enter_context(run.watch(hosted, on_call))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            results = run_examples(
+            outputs = run_examples(
                 self.pipe,
                 self.host,
                 run.follow(self.examples),
@@ -143,7 +143,8 @@ class Measurement:
                 self.seed,
                 self.arguments,
             )
-        return measured, results
+            kept = [tensors_of(one) if self.parts > 1 else [] for one in outputs]
+        return measured, [latents for tensors in kept for latents in tensors]
 
     def _turns(self, num_layers: int) -> int:
         """Measure each layer in one of this many calls, to stay within `MOST_REPEATED`."""
@@ -297,8 +298,7 @@ def _image_weights(measurement: Measurement, coarse: Trial) -> dict[int, float]:
     ratios = {}
     for start, error in errors.items():
         _, found = measurement.follow(f"from {start}", lambda call: None, plan={start: coarse})
-        latents = [[x for one in results for x in tensors_of(one)] for results in (found, exact)]
-        ratios[start] = squared(*latents) / error if error else 0.0
+        ratios[start] = squared(found, exact) / error if error else 0.0
     mean = sum(ratios.values()) / len(ratios)
     return {start: ratio / mean for start, ratio in ratios.items()} if mean else {}
 
