@@ -101,10 +101,10 @@ def calibrate(
     }
     for layer, state in states.items():
         state.function = samples[layer.name].attend
-    bar = tqdm(examples, "examples", disable=not progress)
-    with avq_disabled(pipe), installed(hosted, states):
-        for _ in run_examples(pipe, host, bar, num_inference_steps, seed, arguments):
-            pass
+    bar = tqdm(desc="examples", total=len(examples), disable=not progress)
+    with bar, avq_disabled(pipe), installed(hosted, states):
+        for _ in run_examples(pipe, host, examples, num_inference_steps, seed, arguments):
+            bar.update()
 
     codebooks, report = {}, {}
     for layer, state in tqdm(states.items(), "codebooks", disable=not progress):

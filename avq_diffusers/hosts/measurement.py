@@ -297,7 +297,7 @@ def _image_weights(measurement: Measurement, coarse: Trial) -> dict[int, float]:
     _, exact = measurement.follow("all layers", visit)
     ratios = {}
     for start, error in errors.items():
-        _, found = measurement.follow(f"from {start}", lambda call: None, plan={start: coarse})
+        _, found = measurement.follow(f"AVQ from {start}", lambda call: None, plan={start: coarse})
         ratios[start] = squared(found, exact) / error if error else 0.0
     mean = sum(ratios.values()) / len(ratios)
     return {start: ratio / mean for start, ratio in ratios.items()} if mean else {}

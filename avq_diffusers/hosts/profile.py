@@ -168,8 +168,8 @@ class ErrorProfile:
         unit: unit of times: `"ms"` on a GPU; elsewhere `"GFLOP"`, from the columns per query.
 
     Raises:
-        ValueError: there is no layer, two layers share a name, parts differ between layers, or the
-            unit is unknown.
+        ValueError: there is no layer, two layers share a name, parts differ between layers or from
+            those of `weights`, a number is out of range, or the unit is unknown.
     """
 
     config: AVQConfig = field(repr=False)

@@ -58,11 +58,8 @@ def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
 
 def test_errors_of_batches_are_those_of_each_prompt_alone():
     """Catches errors of another prompt, of one half of the guidance alone, or of equal weights."""
-    pipe, prompts, config = (
-        three_level_pipe(),
-        ["a cat", "a dog", "a house"],
-        AVQConfig.parse(COARSE),
-    )
+    pipe, config = three_level_pipe(), AVQConfig.parse(COARSE)
+    prompts = ["a cat", "a dog", "a house"]
     arguments = {"num_inference_steps": 2, "height": 64, "width": 64}
     plan = {layer.name: {1000: Choice(config.sizes, 0.0)} for layer in select_layers(pipe.unet)}
     run = {"seed": 5, "parts": 2, "weights": {1000: 1.0, 500: 3.0}}

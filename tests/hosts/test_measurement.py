@@ -120,9 +120,8 @@ class TestMeasure:
 
         def latents(*parts):
             apply_avq(pipe, CONFIG, route="always")
-            if parts:
-                starts = zip((1000, 666, 333), parts, strict=True)
-                set_num_refined(pipe, {start: x or "exact" for start, x in starts})
+            starts = zip((1000, 666, 333), parts, strict=True)
+            set_num_refined(pipe, {start: x or "exact" for start, x in starts})
             generator = torch.Generator().manual_seed(5)
             found = pipe(PROMPT, **run, generator=generator, output_type="latent").images
             remove_avq(pipe)
