@@ -55,7 +55,6 @@ class ExactRun:
         self.example = -1
         self.depth = 0
         self.trial: Trial | None = None
-        self.timesteps = Timesteps()
 
     def follow(self, examples: Iterable[Any]) -> Iterator[Any]:
         """The examples, counted."""
@@ -88,21 +87,23 @@ class ExactRun:
             finally:
                 self.depth -= 1
 
-        enter = partial(self._enter, has_timesteps=hosted.host.has_timesteps)
+        enter = partial(self._enter, timesteps=hosted.timesteps)
         with (
             hosted.entrance.register_forward_pre_hook(enter, with_kwargs=True),
             hosted.entrance.register_forward_hook(leave, with_kwargs=True, always_call=True),
         ):
             yield
 
-    def _enter(self, model: nn.Module, args: tuple, kwargs: dict, *, has_timesteps: bool) -> None:
+    def _enter(
+        self, model: nn.Module, args: tuple, kwargs: dict, *, timesteps: Timesteps | None
+    ) -> None:
         self.depth += 1
         if self.depth > 1:
             return
         self.number += 1
         self.bar.update()
-        if has_timesteps and (len(self.starts) > 1 or self.weights is not None):
-            timestep = self.timesteps.of_call(args, kwargs)
+        if timesteps is not None and (len(self.starts) > 1 or self.weights is not None):
+            timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
                 if self.number == 0:  # earlier parts use the first call's sizes
                     first = at_timestep(self.starts, timestep)

@@ -20,9 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from avq_diffusers.attention import self_check
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.checkpointing import forget_calls, keep_calls
+from avq_diffusers.hosts.grids import parameters_of
 from avq_diffusers.hosts.interception import active_backend
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
 from avq_diffusers.hosts.state import LayerState, Tokens
+from avq_diffusers.hosts.timesteps import Timesteps, argument_of
 
 # For diffusers transformers. On mini-sd3 with 4096 tokens, PSNR to exact attention's images is
 # 31 dB, against 20 dB with M64P16C8 (`eval/results/tolerance.md`).
@@ -50,7 +52,6 @@ class Host(ABC):
         kind: the kind of model, in words.
         usual_batch: assumed images per call before the first one.
         usual_sizes: default AVQ sizes.
-        has_timesteps: whether calls carry a training timestep that sizes may follow.
         takes_codebooks: whether layers may have stored codewords and changed projections.
         is_of_diffusers: whether diffusers' attention backends apply to its models.
         has_prompts: whether a pipeline runs the model on prompts; else it takes `pixel_values`.
@@ -59,7 +60,6 @@ class Host(ABC):
     kind: str
     usual_batch = 2  # one image with classifier-free guidance
     usual_sizes = "M64P16C8"
-    has_timesteps = False
     takes_codebooks = False
     is_of_diffusers = True
     has_prompts = True
@@ -146,6 +146,12 @@ class Hosted(NamedTuple):
         """The layers that AVQ was applied to."""
         found = {layer: layer.avq_state for layer in self.host.layers(self.model)}
         return {layer: state for layer, state in found.items() if state is not None}
+
+    @property
+    def timesteps(self) -> Timesteps | None:
+        """A reader of its calls' timesteps, which sizes may follow; None if they have none."""
+        argument = argument_of(type(self.model)) if self.host.has_prompts else None
+        return argument and Timesteps(parameters_of(type(self.model).forward), argument)
 
 
 class Others:
@@ -239,7 +245,8 @@ class Hooks:
         self.handles: list[RemovableHandle] = []
 
     def attach(self, module: nn.Module) -> None:
-        for part in (self.watch, self.scheduler):
+        # The scheduler first: the watch looks at the sizes of the call that it begins.
+        for part in (self.scheduler, self.watch):
             if part is not None:
                 self.handles += part.attach(module)
 

@@ -80,11 +80,13 @@ class Measurement:
         self.models = models_of(pipe)
         self.host = self.models[0].host
         self.examples = checked_examples(pipe, self.host, examples, arguments)
-        self.parts = (3 if self.host.has_timesteps else 1) if parts is None else parts
+        has_timesteps = all(hosted.timesteps is not None for hosted in self.models)
+        usual_parts = 3 if has_timesteps and len(self.models) == 1 else 1
+        self.parts = usual_parts if parts is None else parts
         _check_steps(num_inference_steps, self.parts)
-        if self.parts > 1 and not self.host.has_timesteps:
+        if self.parts > 1 and not has_timesteps:
             raise ValueError(
-                f"a {self.host.kind} has no schedules, so parts must be 1, but got {self.parts}."
+                f"this {self.host.kind} has no schedules, so parts must be 1, but got {self.parts}."
             )
         model = self.models[0].model
         self.config = self.host.default_config(model) if config is None else config
@@ -173,10 +175,10 @@ def measure_error(
 
     The output error is |model(AVQ) - model(exact)| / |model(exact)|, where the output is the
     predicted noise or velocity, or a vision model's first output. Over a run it is the root mean
-    square of the calls' errors; UNet calls are weighted by how much an error in their noise changes
-    the image, measured for each part of the denoising. Each call runs exact and is repeated with
-    AVQ. The profile holds for the image size that was measured; with four prompts or more it also
-    holds for other prompts. The model is left unchanged.
+    square of the calls' errors, weighted by how much an error changes the image, measured for each
+    part of the denoising. Each call runs exact and is repeated with AVQ. The profile holds for the
+    image size that was measured; with four prompts or more it also holds for other prompts. The
+    model is left unchanged.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
@@ -186,8 +188,8 @@ def measure_error(
             finest level with self-attention.
         num_inference_steps: denoising steps per prompt.
         parts: how many equal parts of the training timesteps may get sizes of their own. A part
-            without a denoising step takes the sizes of the part before. None is 3 for a UNet and 1
-            for other models, which accept only 1.
+            without a denoising step takes the sizes of the part before. None is 3, or 1 for a model
+            without timesteps, which accepts only 1, and for pipelines with several models.
         seed: seeds the noise.
         progress: show progress bars.
         **arguments: passed on to the pipeline or model, such as `height`.
@@ -334,7 +336,7 @@ def _weights(pipe: Any, num_inference_steps: int) -> Tensor | None:
 
 def _num_calls(host: Host, examples: list[Any], num_inference_steps: int) -> int | None:
     """Number of model calls, if pipelines of its kind call it once per step."""
-    if host.has_timesteps:
+    if host.kind == "UNet":
         return len(examples) * num_inference_steps
     return None if host.has_prompts else len(examples)
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import Sizes, is_within
-from avq_diffusers.hosts.host import CHANGES, Hooks, Host, Hosted, hooks_of
+from avq_diffusers.hosts.host import CHANGES, Hooks, Hosted, hooks_of
 from avq_diffusers.hosts.layers import ATTRIBUTE, LayerSpec
 from avq_diffusers.hosts.state import LayerState
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
 EXACT = "exact"
 # Training timestep from which an entry holds, downwards -> number of parents, or `EXACT`.
@@ -70,26 +70,26 @@ def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> N
     Raises:
         ValueError: sizes follow the timestep, but the model's calls have none.
     """
-    check_schedules(hosted.host, schedules)
+    check_schedules(hosted, schedules)
     with CHANGES:
         every = {**schedules_of(hosted), **schedules}
         for state, schedule in schedules.items():
             state.set_sizes(schedule[NUM_TRAIN_TIMESTEPS])
-        if not hosted.host.has_timesteps:
+        if hosted.timesteps is None:
             return
         scheduled = {state: schedule for state, schedule in every.items() if len(schedule) > 1}
         hooks = hooks_of(hosted.model)
         hooks.detach()
-        hooks.scheduler = Scheduler(hosted.entrance, scheduled) if scheduled else None
+        hooks.scheduler = Scheduler(hosted, scheduled) if scheduled else None
         hooks.attach(hosted.model)
         if hooks.scheduler is None and hooks.watch is None:
             delattr(hosted.model, ATTRIBUTE)
 
 
-def check_schedules(host: Host, schedules: Mapping[LayerState, SizeSchedule]) -> None:
+def check_schedules(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> None:
     """Refuse sizes that follow the timestep in a model whose calls have none."""
-    if not host.has_timesteps and any(len(schedule) > 1 for schedule in schedules.values()):
-        raise ValueError(f"a {host.kind} has no schedules by timestep, but got one.")
+    if hosted.timesteps is None and any(len(schedule) > 1 for schedule in schedules.values()):
+        raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
 
 
 def schedules_of(hosted: Hosted) -> dict[LayerState, SizeSchedule]:
@@ -107,16 +107,17 @@ def refinable_parents(states: Mapping[LayerSpec, LayerState]) -> dict[str, int]:
 class Scheduler:
     """The hook that sets the sizes of scheduled layers at each call of the model."""
 
-    def __init__(self, entrance: nn.Module, schedules: dict[LayerState, SizeSchedule]) -> None:
-        self.entrance = entrance
+    def __init__(self, hosted: Hosted, schedules: dict[LayerState, SizeSchedule]) -> None:
+        assert hosted.timesteps is not None
+        self.entrance = hosted.entrance
         self.schedules = schedules
-        self.timesteps = Timesteps()
+        self.timesteps = hosted.timesteps
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         return [self.entrance.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
 
     @torch.compiler.disable
-    def pre_forward(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
             for state, schedule in self.schedules.items():

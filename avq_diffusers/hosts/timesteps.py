@@ -1,13 +1,14 @@
-"""The training timestep of a UNet call, and values that change with it.
+"""The training timestep of a model's call, and values that change with it.
 
 Training timesteps fall from 1000 to 0 during generation. Unlike step indices, they mean the same
-for every sampler and number of steps. Samplers that pass the UNet other numbers are refused: EDM
-passes the log of the noise level, IPNDM a fraction.
+for every sampler and number of steps. With flow matching they are 1000 times the noise level.
+Samplers that pass a UNet other numbers are refused: EDM passes the log of the noise level, IPNDM a
+fraction.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,42 +24,108 @@ def at_timestep(schedule: Mapping[int, Value], timestep: float) -> Value:
     return schedule[min(starts, default=NUM_TRAIN_TIMESTEPS)]
 
 
-class Timesteps(threading.local):
-    """Reads the timesteps of UNet calls from the device, once per image instead of once per call.
+class TimestepArgument(NamedTuple):
+    """The argument that tells a model the training timestep.
 
-    Each thread and each copy reads its own.
+    Attributes:
+        name: parameter of the model's `forward`.
+        scale, offset: the timestep is `offset + scale * argument`.
     """
 
-    def __init__(self) -> None:
+    name: str = "timestep"
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+TIMESTEP = TimestepArgument()
+_FRACTION = TimestepArgument(scale=NUM_TRAIN_TIMESTEPS)
+_REMAINDER = TimestepArgument(scale=-NUM_TRAIN_TIMESTEPS, offset=NUM_TRAIN_TIMESTEPS)
+# Where it is not `TIMESTEP`, by class name; None if a call does not tell the timestep.
+_ARGUMENTS: dict[str, TimestepArgument | None] = {
+    **dict.fromkeys(
+        (
+            *("FluxTransformer2DModel", "FluxControlNetModel", "Flux2Transformer2DModel"),
+            *("Flux3Transformer2DModel", "ChromaTransformer2DModel", "PRXTransformer2DModel"),
+            *("LongCatImageTransformer2DModel", "OvisImageTransformer2DModel"),
+            *("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
+            *("QwenImage21Transformer2DModel", "NucleusMoEImageTransformer2DModel"),
+            *("AuraFlowTransformer2DModel", "Krea2Transformer2DModel"),
+        ),
+        _FRACTION,
+    ),
+    **dict.fromkeys(
+        (
+            *("LuminaNextDiT2DModel", "Lumina2Transformer2DModel"),
+            "Ideogram4Transformer2DModel",
+        ),
+        _REMAINDER,
+    ),
+    "ZImageTransformer2DModel": _REMAINDER._replace(name="t"),
+    "HiDreamImageTransformer2DModel": TimestepArgument("timesteps"),
+    # Cosmos passes other functions of the noise level, Mochi's timesteps may rise, and MiniMax-H3
+    # has one per reference.
+    "CosmosTransformer3DModel": None,
+    "MochiTransformer3DModel": None,
+    "MiniMaxH3Transformer3DModel": None,
+}
+
+
+def argument_of(model: type) -> TimestepArgument | None:
+    """What tells models of a class the training timestep; None if nothing does."""
+    names = [base.__name__ for base in model.__mro__]
+    return next((_ARGUMENTS[name] for name in names if name in _ARGUMENTS), TIMESTEP)
+
+
+class Timesteps(threading.local):
+    """Reads the timesteps of a model's calls from the device.
+
+    Views of a scheduler's timesteps are read once per image instead of once per call. Each thread
+    and each copy reads its own.
+
+    Args:
+        parameters: parameters of the model's `forward`, in order.
+        argument: the one that tells the timestep.
+    """
+
+    def __init__(self, parameters: Sequence[str], argument: TimestepArgument) -> None:
+        self.argument = argument
+        self.parameters = parameters
         self.table: Tensor | None = None
         self.version: tuple[int, int] | None = None
         self.values: list[float] = []
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Timesteps, ()
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Timesteps, (self.parameters, self.argument)
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """The timestep among a UNet's arguments, as a number.
+        """The timestep among a model's arguments, as a number.
 
-        None during CUDA graph capture, which forbids reading from the device.
+        Of the timesteps of one image's tokens, the largest: given frames have timestep 0. None
+        during export and CUDA graph capture, which forbid reading from the device.
 
         Raises:
             ValueError: the batch has several timesteps, or the sampler has no training timesteps.
         """
-        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-        if not isinstance(timestep, Tensor):
-            return timestep
-        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
+        name, scale, offset = self.argument
+        told = {**dict(zip(self.parameters, args, strict=False)), **kwargs}[name]
+        if not isinstance(told, Tensor):
+            return offset + scale * told
+        is_capturing = told.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_capturing or torch.compiler.is_exporting():
             return None
-        if timestep.dim():
-            values = set(timestep.flatten().tolist())
-            if len(values) != 1:
-                raise ValueError(
-                    "ScaleCrafter and schedules take one timestep for the whole batch, but got "
-                    f"{sorted(values)}."
-                )
-            return values.pop()
-        # Pipelines iterate over the scheduler's timesteps tensor, so each timestep is a view of it.
+        if not any(told.stride()):
+            return offset + scale * self._of_view(told)
+        of_tokens = (offset + scale * told.float()).reshape(len(told), -1)
+        values = set(of_tokens.amax(dim=1).tolist())
+        if len(values) != 1:
+            raise ValueError(
+                "ScaleCrafter and schedules take one timestep for the whole batch, but got "
+                f"{', '.join(f'{value:g}' for value in sorted(values))}."
+            )
+        return values.pop()
+
+    def _of_view(self, timestep: Tensor) -> float:
+        """The value of a view of one number, mostly of a scheduler's timesteps."""
         size = timestep.untyped_storage().nbytes() // timestep.element_size()
         table = timestep.as_strided((size,), (1,), 0)
         # Reading CPU memory is free, and NumPy changes it without a new version.

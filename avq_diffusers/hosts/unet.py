@@ -250,7 +250,6 @@ class UNetHost(Host):
     """Self-attention of the spatial transformers of a UNet or ControlNet."""
 
     kind = "UNet"
-    has_timesteps = True
     takes_codebooks = True
 
     def find(self, module: nn.Module) -> ModelMixin | None:

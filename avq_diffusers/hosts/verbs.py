@@ -160,7 +160,7 @@ def apply_avq(
         sizes = chosen_sizes(named, profile, allocation)
     for hosted, states in of_models.items():
         own = {state: sizes[state] for state in states.values() if state in sizes}
-        check_schedules(hosted.host, own)
+        check_schedules(hosted, own)
     with all_or_nothing(models):
         install(of_models)
         for hosted, states in of_models.items():
@@ -256,8 +256,8 @@ def set_num_refined(
 ) -> AnyModel:
     """Change how many parents each query tile refines: quality against speed, without reloading.
 
-    A UNet also takes schedules, which follow the timestep of each call. Threads that share a UNet
-    each follow their own timestep, except in compiled code. `torch.compile(unet)` makes one graph
+    Diffusion models also take schedules, which follow the timestep of each call. Threads that share
+    a model each follow their own timestep, except in compiled code. `torch.compile` makes one graph
     per part of a schedule; blocks compiled one by one make one per number of parents (for more than
     8, raise `torch._dynamo.config.recompile_limit`). With `fullgraph=True`, call
     `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before setting a schedule, which then
@@ -268,10 +268,10 @@ def set_num_refined(
         num_refined: between 0 and the number of parents of every affected layer, or `"exact"` for
             exact attention. Or a schedule in training timesteps, which fall from 1000 to 0:
             `{1000: "exact", 900: 16, 400: 8}` is exact from timestep 1000 down, refines 16 parents
-            from 900 down and 8 from 400 down. The UNet then refuses samplers with other timesteps,
-            such as EDM's and IPNDM. Or a plan: numbers or schedules by the name of a layer, or of a
-            module for all its layers. Longer names take precedence. Layers without an entry stay
-            unchanged.
+            from 900 down and 8 from 400 down. With flow matching, timesteps are 1000 times the
+            noise level. A UNet then refuses samplers with other timesteps, such as EDM's and IPNDM.
+            Or a plan: numbers or schedules by the name of a layer, or of a module for all its
+            layers. Longer names take precedence. Layers without an entry stay unchanged.
         level: change only the layers at this UNet level.
         layer: change only the layer of this name, or the layers in this module, such as
             `"up_blocks.3"`.
@@ -283,7 +283,7 @@ def set_num_refined(
         TypeError: AVQ does not know the model, or a number of parents or a timestep is not an int.
         ValueError: no AVQ layer matches, an entry of a plan names none of the matching layers, a
             layer cannot refine that many parents, a schedule does not begin at timestep 1000, or
-            the model has no training timesteps to follow.
+            the model is not told training timesteps.
     """
     with CHANGES:  # no other thread removes the layers' AVQ in between
         states = states_of(pipe)

@@ -44,7 +44,7 @@ from avq_diffusers.extras.scalecrafter.settings import (
     ScaleCrafterConfig,
 )
 from avq_diffusers.hosts.models import select_layers
-from avq_diffusers.hosts.timesteps import Timesteps
+from avq_diffusers.hosts.timesteps import TIMESTEP, Timesteps
 from avq_diffusers.mini import MINI_SD
 
 DILATED, PLAIN = 981, 1  # timesteps
@@ -211,15 +211,18 @@ class TestTimesteps:
     def test_kinds(self):
         """Catches a timestep that is read wrongly: a number, a tensor, an entry of a table that
         was changed in place, and one known by its address, where the next image's may lie."""
-        timesteps = Timesteps()
+        timesteps = Timesteps(("sample", "timestep"), TIMESTEP)
 
         def read(timestep):
             return timesteps.of_call((None, timestep), {})
 
         assert read(981) == read(torch.tensor(981)) == read(torch.tensor([981])) == 981
+        assert read(torch.tensor([981.0]).expand(4)) == 981
+        assert read(torch.tensor([[0, 981], [981, 0]])) == 981  # each image has a given frame
         table = torch.tensor([999, DILATED, 0, PLAIN, 0])
         for view in (table, table[1:], table[1::2].data):
             assert [read(entry) for entry in view] == view.tolist()
+            assert [read(entry.expand(2, 3)) for entry in view] == view.tolist()
         table[1] = 5
         assert read(table[1]) == 5
         table.numpy()[1] = 7  # leaves no trace

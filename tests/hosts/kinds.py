@@ -43,7 +43,7 @@ class Kind:
         references: arguments with a second image or no grid, by where images stand.
         padding: arguments that hide tokens of the text.
         counts_others: whether a call tells how many tokens there are beside those of the grid.
-        has_timesteps: whether sizes may follow them.
+        timestep: arguments of a call at a training timestep; None if sizes cannot follow it.
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
         exports: whether `torch.export` takes it with AVQ.
@@ -63,7 +63,7 @@ class Kind:
     references: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     padding: Mapping[str, Tensor] = field(default_factory=dict)
     counts_others: bool = True
-    has_timesteps: bool = False
+    timestep: Callable[[float], dict[str, Tensor]] | None = None
     takes_codebooks: bool = False
     pickles: bool = True
     exports: bool = True
@@ -96,6 +96,18 @@ class Kind:
     def config(self, **fields) -> AVQConfig:
         """At all levels."""
         return AVQConfig(**{"query_tile": 16, "levels": self.levels} | fields)
+
+
+def timestep(value: float) -> dict[str, Tensor]:
+    return {"timestep": torch.full((2,), float(value))}
+
+
+def fraction(value: float) -> dict[str, Tensor]:
+    return timestep(value / 1000)
+
+
+def remainder(value: float) -> dict[str, Tensor]:
+    return fraction(1000 - value)
 
 
 def bool_mask(num_tokens: int) -> dict[str, Tensor]:
@@ -206,7 +218,12 @@ def sdxl_inputs(model, height: int, width: int) -> dict[str, Any]:
 
 
 unet_kind = partial(
-    Kind, inputs=unet_inputs, part="unet", mask=added_mask, has_timesteps=True, takes_codebooks=True
+    Kind,
+    inputs=unet_inputs,
+    part="unet",
+    mask=added_mask,
+    timestep=timestep,
+    takes_codebooks=True,
 )
 
 
@@ -281,9 +298,10 @@ def coordinates() -> dict[str, Any]:
     return {**sizes, "video_coords": torch.arange(1728.0).view(2, 3, 288)}
 
 
-transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer")
+transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer", timestep=timestep)
 dispatch_kind = partial(transformer_kind, mask=bool_mask, pickles=False)
-flux_kind = partial(dispatch_kind, exports=False)  # the grid is in the values of tensors
+# The grid is in the values of tensors.
+flux_kind = partial(dispatch_kind, exports=False, timestep=fraction)
 
 
 CROSS_ATTENTION = (  # to the text
@@ -304,6 +322,16 @@ PADDING = {
 }
 
 
+# What their pipelines pass, where it is not the training timestep.
+TIMESTEPS = {
+    **dict.fromkeys(("Chroma", "LongCatImage", "OvisImage", "NucleusMoEImage"), fraction),
+    **dict.fromkeys(("PRX", "AuraFlow", "Krea2", "QwenImage21"), fraction),
+    **dict.fromkeys(("LuminaNextDiT", "Lumina2", "Ideogram4"), remainder),
+    "HiDreamImage": lambda value: {"timesteps": timestep(value)["timestep"]},
+    **dict.fromkeys(("Cosmos", "Mochi", "MiniMaxH3")),
+}
+
+
 def zoo_kind(cls: str) -> Kind:
     name = re.sub("(Transformer)?[23]D.*Model", "", cls)
     return dispatch_kind(
@@ -315,6 +343,7 @@ def zoo_kind(cls: str) -> Kind:
         mask=None,
         padding=PADDING.get(name, {}),
         counts_others=name not in DO_NOT_COUNT,
+        timestep=TIMESTEPS.get(name, timestep),
         output=lambda output: output[0][:, NUM_TEXT:] if name == "Ideogram4" else output[0],
     )
 
@@ -395,6 +424,7 @@ KINDS = (
         tiny_transformers.qwen_transformer,
         mask=None,  # its layers take one of the text only
         padding={"encoder_hidden_states_mask": hidden_text(NUM_TEXT, 8)},
+        timestep=fraction,
         beside=(NUM_TEXT, 0),
         references={
             "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
@@ -407,6 +437,7 @@ KINDS = (
         "Z-Image",
         tiny_transformers.z_transformer,
         output=lambda output: torch.cat([image.flatten() for image in output[0]]),
+        timestep=lambda value: {"t": remainder(value)["timestep"]},
         beside=None,
         references={
             "before": partial(z_images, (4, 6), (8, 12)),

@@ -93,7 +93,7 @@ def only(kind, model, layer) -> AVQConfig:
 
 def scheduled(kind):
     """Refined parents by timestep, where calls have one."""
-    return {1000: 1, 500: 2} if kind.has_timesteps else 1
+    return {1000: 1, 500: 2} if kind.timestep else 1
 
 
 def fail(*_) -> None:
@@ -251,7 +251,8 @@ def test_stored_codewords(kind, model):
 
 @for_kinds(ADAPTERS)
 def test_refinement(kind, model):
-    """Catches a plan that reaches other layers, and a schedule of a model without timesteps."""
+    """Catches a plan that reaches other layers, a schedule of a model without timesteps, and sizes
+    that change after a call has begun."""
     avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
     first, *others = [row.name for row in summary(model).rows if row.config]
     set_num_refined(model, {first: 4})
@@ -261,16 +262,28 @@ def test_refinement(kind, model):
     with pytest.raises(ValueError, match="num_refined must be between 0 and 4 in "):
         set_num_refined(model, 5)
     schedule = {1000: "exact", 500: 4}
-    if kind.has_timesteps:
-        late = kind.predict(set_num_refined(model, 4), timestep=400)
+    if kind.timestep:
+        exact = kind.predict(set_num_refined(model, "exact"), **kind.timestep(600))
+        late = kind.predict(set_num_refined(model, 4), **kind.timestep(400))
         set_num_refined(model, schedule)
-        assert torch.equal(kind.predict(model, timestep=400), late)
-        assert not torch.equal(late, kind.predict(model, timestep=600))
+        for _ in range(2):
+            assert torch.equal(kind.predict(model, **kind.timestep(400)), late)
+            assert torch.equal(kind.predict(model, **kind.timestep(600)), exact)
     else:
         with pytest.raises(ValueError, match="no schedules by timestep, but got one"):
             set_num_refined(model, schedule)
     with pytest.raises(ValueError, match="has no AVQ layer"):
         set_num_refined(remove_avq(model), 1)
+
+
+@for_kinds(KINDS)
+def test_timestep(kind):
+    """Catches an argument that is not the training timestep: a fraction, or what remains."""
+    timesteps = find_model(kind.model).timesteps
+    assert (timesteps is None) == (kind.timestep is None)
+    if kind.timestep:
+        read = [timesteps.of_call((), kind.timestep(value)) for value in (1000, 400, 0)]
+        assert read == pytest.approx([1000, 400, 0], abs=1e-3)
 
 
 @contextmanager

@@ -158,6 +158,21 @@ class TestMeasure:
         """The parts before the first call take its sizes."""
         assert measure(pipe, parts=3, num_inference_steps=2).shares == {1000: 0.5, 333: 0.5}
 
+    def test_parts_of_a_flow(self):
+        """Catches parts of a transformer that follow something other than the noise level."""
+        pipe, size = sd3_pipe(), {"height": 32, "width": 48, "max_sequence_length": 8}
+        arguments = {**size, "num_inference_steps": 3, "progress": False}
+        profile = measure_error(pipe, [PROMPT], CONFIG, **arguments)  # at 1000, 750 and 3
+        assert profile.shares == {1000: 2 / 3, 333: 1 / 3}
+        assert [*profile.weights] == [1000, 333]
+        early, late = profile.weights.values()
+        assert early != late
+        plan = profile.taking(profile.uniform(MIDDLE).time)
+        (errors,) = output_errors(
+            pipe, [PROMPT], [plan.choices], CONFIG, weights=profile.weights, **arguments
+        )
+        assert errors == pytest.approx([plan.error], rel=0.2)
+
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""
         monkeypatch.setattr(measurement, "MOST_REPEATED", 32)  # of 12 calls, 4 layers, 2 sizes
@@ -234,7 +249,7 @@ class TestMeasure:
             "at most 1000, but got 1",
         ),
         (unrun_pipe, [PROMPT], {"parts": 0}, ValueError, "parts must be at least 1, but got 0"),
-        (cache(sd3_pipe), [PROMPT], {"parts": 2}, ValueError, "parts must be 1, but got 2"),
+        (tiny_vision, images(), {"parts": 2}, ValueError, "parts must be 1, but got 2"),
         (sd3_transformer, [PROMPT], {}, TypeError, "the pipeline of a transformer, but got SD3"),
         (tiny_vision, 3, {}, TypeError, "pixel_values must be tensors, but got int"),
         (tiny_vision, [3], {}, TypeError, "pixel_values must be tensors, but got int"),

@@ -219,7 +219,7 @@ class TestSchedule:
     def test_several_timesteps(self, avq_unet):
         set_num_refined(avq_unet, SCHEDULE)
         inputs = torch.zeros(2, 4, 16, 16), torch.tensor([900, 5]), torch.zeros(2, 5, 32)
-        with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* \[5, 900\]"):
+        with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* 5, 900\."):
             avq_unet(*inputs)
         seen = timesteps_of(avq_unet)
         avq_unet(inputs[0], torch.tensor([5, 5]), inputs[2])

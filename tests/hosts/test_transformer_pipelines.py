@@ -47,6 +47,7 @@ from tiny_transformers import (
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, set_num_refined, summary
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.request import ModelRequest
+from avq_diffusers.hosts.models import find_model
 
 feature = pytest.mark.feature
 
@@ -126,6 +127,17 @@ class TestPipelines:
         assert {row.config for row in summary(pipe).rows} == {"M4P0C2"}
         pipe.save_pretrained(tmp_path)
         assert torch.equal(draw(type(pipe).from_pretrained(tmp_path)), exact)
+
+    def test_timesteps(self, make):
+        """The training timesteps that AVQ reads are those of the scheduler."""
+        pipe, read = make(), []
+        timesteps = find_model(pipe.transformer).timesteps
+        with pipe.transformer.register_forward_pre_hook(
+            lambda _, args, kwargs: read.append(timesteps.of_call(args, kwargs)), with_kwargs=True
+        ):
+            draw(pipe, num_inference_steps=5)
+        assert len(set(read)) == 5
+        assert read == pytest.approx(pipe.scheduler.timesteps.tolist(), rel=1e-5)
 
     @feature("LoRA of transformers (load/fuse/unload)")
     def test_lora(self, make, tmp_path):

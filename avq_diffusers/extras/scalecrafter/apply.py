@@ -29,8 +29,9 @@ from avq_diffusers.extras.scalecrafter.settings import (
     at_level,
     usual_config,
 )
+from avq_diffusers.hosts.grids import parameters_of
 from avq_diffusers.hosts.models import AnyModel, unet_of, unwrapped
-from avq_diffusers.hosts.timesteps import Timesteps
+from avq_diffusers.hosts.timesteps import TIMESTEP, Timesteps
 from avq_diffusers.mini import IMAGE_SIZE, MINI_SD
 
 
@@ -183,7 +184,7 @@ class _ScaleCrafter:
         self.size = (height, width)
         self.latent_size = (height // factor, width // factor)
         self.pipe: Any = pipe if config.damped_dilations else None
-        self.timesteps = Timesteps()
+        self.timesteps = Timesteps(parameters_of(type(unet).forward), TIMESTEP)
         self.timestep: float = 0
         self.inputs: Any = None
         self.in_damped_call = False
