@@ -3,7 +3,13 @@ from .layers import Layer, LayerSpec
 from .measurement import output_errors
 from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
 from .profile import Allocation
-from .timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep, sampling_weights
+from .timesteps import (
+    NUM_TRAIN_TIMESTEPS,
+    Timesteps,
+    at_timestep,
+    sampling_weights,
+    step_weight,
+)
 from .verbs import attention_replaced, gather_codebooks, replace_attention
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "replace_attention",
     "sampling_weights",
     "select_layers",
+    "step_weight",
     "unet_of",
     "unwrapped",
 ]

@@ -11,7 +11,13 @@ from tqdm import tqdm
 
 from avq_diffusers.config import Sizes
 from avq_diffusers.hosts.host import Hosted
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+from avq_diffusers.hosts.timesteps import (
+    NUM_TRAIN_TIMESTEPS,
+    Timesteps,
+    at_timestep,
+    starts_of_parts,
+    step_weight,
+)
 
 # What layers run in a repeated call, by layer name; the rest run exact attention.
 Trial: TypeAlias = Mapping[str, Sizes | None]
@@ -25,8 +31,8 @@ class ExactRun:
     The second evaluation of noise-damped ScaleCrafter belongs to the UNet call that contains it.
 
     Args:
-        parts: number of equal parts of the training timesteps to keep apart.
-        weights: weight of a call's error, by training timestep; None weights all calls equally.
+        scheduler: the pipeline's scheduler; None without one.
+        parts: number of parts of the denoising to keep apart. With one, all calls count alike.
         plan: what layers run in place of exact attention, by the start of a part.
         bar: advances by one per exact call, and shows the number of repeated ones.
 
@@ -40,12 +46,10 @@ class ExactRun:
         trial: what the current call runs; None is exact attention.
     """
 
-    def __init__(
-        self, parts: int, weights: Tensor | None, plan: Mapping[int, Trial], bar: tqdm
-    ) -> None:
-        starts = [NUM_TRAIN_TIMESTEPS * (parts - part) // parts for part in range(parts)]
-        self.starts = {start: start for start in starts}
-        self.weights = weights
+    def __init__(self, scheduler: Any, parts: int, plan: Mapping[int, Trial], bar: tqdm) -> None:
+        self.scheduler = scheduler
+        self.parts = parts
+        self.starts = {NUM_TRAIN_TIMESTEPS: NUM_TRAIN_TIMESTEPS}
         self.plan = plan
         self.bar = bar
         self.repeated = 0
@@ -102,15 +106,17 @@ class ExactRun:
             return
         self.number += 1
         self.bar.update()
-        if timesteps is not None and (len(self.starts) > 1 or self.weights is not None):
+        if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
-                if self.number == 0:  # earlier parts use the first call's sizes
+                if self.number == 0:
+                    starts = starts_of_parts(self.scheduler.timesteps.tolist(), self.parts)
+                    self.starts = {start: start for start in starts}
+                    # Earlier parts use the first call's sizes.
                     first = at_timestep(self.starts, timestep)
-                    self.starts |= {x: NUM_TRAIN_TIMESTEPS for x in self.starts if x >= first}
+                    self.starts |= {x: NUM_TRAIN_TIMESTEPS for x in starts if x >= first}
                 self.start = at_timestep(self.starts, timestep)
-                if self.weights is not None:
-                    self.weight = float(self.weights[min(int(timestep), len(self.weights) - 1)])
+                self.weight = step_weight(self.scheduler, timestep)
         self.trial = self.plan.get(self.start)
 
 

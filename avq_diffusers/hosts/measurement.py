@@ -25,7 +25,7 @@ from avq_diffusers.hosts.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.models import models_of
 from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, Choice, ErrorProfile, Point
 from avq_diffusers.hosts.sources import states_of_config
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep, sampling_weights
+from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
 # Repeated calls with one layer in AVQ, over all layers: on an H200 they take up to a minute for
 # SD1.5 at 1024 pixels, and up to three for Flux at 2048.
@@ -80,11 +80,12 @@ class Measurement:
         self.models = models_of(pipe)
         self.host = self.models[0].host
         self.examples = checked_examples(pipe, self.host, examples, arguments)
-        has_timesteps = all(hosted.timesteps is not None for hosted in self.models)
-        usual_parts = 3 if has_timesteps and len(self.models) == 1 else 1
+        self.scheduler = getattr(pipe, "scheduler", None)
+        has_parts = self.scheduler is not None and all(x.timesteps for x in self.models)
+        usual_parts = 3 if has_parts and len(self.models) == 1 else 1
         self.parts = usual_parts if parts is None else parts
         _check_steps(num_inference_steps, self.parts)
-        if self.parts > 1 and not has_timesteps:
+        if self.parts > 1 and not has_parts:
             raise ValueError(
                 f"this {self.host.kind} has no schedules, so parts must be 1, but got {self.parts}."
             )
@@ -113,8 +114,7 @@ class Measurement:
         """
         total = _num_calls(self.host, self.examples, self.num_inference_steps)
         bar = tqdm(desc=description, unit=" calls", total=total, disable=not self.progress)
-        weights = _weights(self.pipe, self.num_inference_steps)
-        run = ExactRun(self.parts, weights, plan or {}, bar)
+        run = ExactRun(self.scheduler, self.parts, plan or {}, bar)
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with bar, ExitStack() as stack:
@@ -187,9 +187,9 @@ def measure_error(
         config: levels, exact layers, tiles and updates; its sizes are measured too. None is the
             finest level with self-attention.
         num_inference_steps: denoising steps per prompt.
-        parts: how many equal parts of the training timesteps may get sizes of their own. A part
-            without a denoising step takes the sizes of the part before. None is 3, or 1 for a model
-            without timesteps, which accepts only 1, and for pipelines with several models.
+        parts: how many parts of the denoising, of equally many steps, may get sizes of their own.
+            None is 3, or 1 for a model without timesteps, which accepts only 1, and for pipelines
+            with several models. With one part, the errors of all calls count alike.
         seed: seeds the noise.
         progress: show progress bars.
         **arguments: passed on to the pipeline or model, such as `height`.
@@ -288,8 +288,8 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
 def _image_weights(measurement: Measurement, coarse: Trial) -> dict[int, float]:
     """What a squared output error adds to the image's, by part of the denoising, with mean 1.
 
-    Measured with coarse sizes in one part at a time, relative to `sampling_weights`, which do not
-    know that early errors change what later steps draw.
+    Measured with coarse sizes in one part at a time, relative to `step_weight`, which does not know
+    that early errors change what later steps draw.
     """
     errors: dict[int, float] = defaultdict(float)
 
@@ -319,19 +319,11 @@ def _errors_of(
         for place, plan in enumerate(plans):
             trial = {x: at_timestep(parts, run.start).sizes for x, parts in plan.items()}
             found = torch.tensor([call.repeat(trial), call.output], dtype=torch.float64)
-            sums[place, run.example] += run.weight * weights.get(run.start, 1.0) * found
+            weight = run.weight * (at_timestep(weights, run.start) if weights else 1.0)
+            sums[place, run.example] += weight * found
 
     measurement.follow(description, visit)
     return (sums[..., 0] / sums[..., 1]).sqrt().tolist()
-
-
-def _weights(pipe: Any, num_inference_steps: int) -> Tensor | None:
-    """Weight of a noise error per timestep; None if the sampler has no such schedule."""
-    alphas_cumprod = getattr(getattr(pipe, "scheduler", None), "alphas_cumprod", None)
-    if alphas_cumprod is None or not alphas_cumprod.all():
-        return None
-    weights = sampling_weights(alphas_cumprod.double(), num_inference_steps)
-    return weights / weights.mean()
 
 
 def _num_calls(host: Host, examples: list[Any], num_inference_steps: int) -> int | None:

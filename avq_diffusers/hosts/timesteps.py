@@ -8,6 +8,7 @@ fraction.
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -149,6 +150,30 @@ def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:
     stride = max(1, len(sigmas) // num_steps)
     steps = sigmas - F.pad(sigmas, (stride, 0))[: len(sigmas)]
     return steps.square() * alphas_cumprod
+
+
+def starts_of_parts(timesteps: Sequence[float], parts: int) -> list[int]:
+    """Where parts of equally many denoising steps start: at 1000, then midway between two steps."""
+    steps = [*dict.fromkeys(timesteps)]
+    firsts = sorted({len(steps) * part // parts for part in range(1, parts)} - {0})
+    return [NUM_TRAIN_TIMESTEPS, *(ceil((steps[i - 1] + steps[i]) / 2) for i in firsts)]
+
+
+def step_weight(scheduler: Any, timestep: float) -> float:
+    """Approximate weight of a call's squared error in the image's squared error.
+
+    With flow matching, a step moves latents by the difference of two noise levels times the output;
+    for other models, see `sampling_weights`. 1 for samplers with zero terminal SNR.
+    """
+    timesteps = [*dict.fromkeys(scheduler.timesteps.tolist()), 0.0]
+    alphas_cumprod = getattr(scheduler, "alphas_cumprod", None)
+    if alphas_cumprod is None or getattr(scheduler.config, "use_flow_sigmas", False):
+        step = min(range(len(timesteps) - 1), key=lambda i: abs(timesteps[i] - timestep))
+        return ((timesteps[step] - timesteps[step + 1]) / NUM_TRAIN_TIMESTEPS) ** 2
+    if not alphas_cumprod.all():
+        return 1.0
+    weights = sampling_weights(alphas_cumprod.double(), len(timesteps) - 1)
+    return float(weights[min(int(timestep), len(weights) - 1)])
 
 
 def are_training_timesteps(values: Sequence[float]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from avq_diffusers.hosts import at_timestep, sampling_weights, select_layers
+from avq_diffusers.hosts import at_timestep, select_layers, step_weight
 from eval.benchmarks.timing import block_ms, in_turns
 from eval.methods import network_of
 
@@ -44,16 +44,16 @@ def recorded_calls(
 ) -> list[Call]:
     """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`.
 
-    `of_parts` are a profile's weights.
+    `of_parts` are a profile's weights. Without them, all calls count alike.
     """
-    weights = _weights(pipe, arguments["num_inference_steps"])
     calls: list[Call] = []
     batch = range(0)
 
     def record(network: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         timestep = float((args[1] if len(args) > 1 else kwargs["timestep"]).flatten()[0])
-        weight = 1.0 if weights is None else float(weights[int(timestep)])
-        weight *= at_timestep(of_parts, timestep) if of_parts else 1.0
+        weight = 1.0
+        if of_parts:
+            weight = step_weight(pipe.scheduler, timestep) * at_timestep(of_parts, timestep)
         calls.append(Call(batch, weight, args, kwargs, output[0].clone()))
 
     handle = network_of(pipe).register_forward_hook(record, with_kwargs=True)
@@ -117,11 +117,3 @@ class Steps:
 
 def _window(replays: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
     return [mean(block_ms(replay, 1, device) for replay in replays) for _ in range(4)][1:]
-
-
-def _weights(pipe: DiffusionPipeline, num_inference_steps: int) -> Tensor | None:
-    """Weight of a predicted noise's error in the image's, by timestep; None for a velocity."""
-    alphas_cumprod = getattr(pipe.scheduler, "alphas_cumprod", None)
-    if alphas_cumprod is None:
-        return None
-    return sampling_weights(alphas_cumprod.double(), num_inference_steps)

@@ -231,7 +231,7 @@ class TestApply:
         assert (row.config, row.effect) == (f"exact, {FINE}", 1e-3)
         model = apply_avq(tiny_vision(), VISION.config)
         avq = features(model)
-        with pytest.raises(ValueError, match="a vision model has no schedules by timestep"):
+        with pytest.raises(ValueError, match="this vision model has no schedules by timestep"):
             apply_avq(model, profile_of(model, parts, VISION.config), tolerance=0.1)
         assert torch.equal(features(model), avq)
 
