@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUM_TRAIN_TIMESTEPS = 1000
+ROUNDING = 0.005  # of a timestep that a pipeline passes in bfloat16
 Value = TypeVar("Value")
 
 
@@ -153,10 +154,10 @@ def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:
 
 
 def starts_of_parts(timesteps: Sequence[float], parts: int) -> list[int]:
-    """Where parts of equally many denoising steps start: at 1000, then midway between two steps."""
+    """Where parts of equally many denoising steps start: at 1000, then at a part's first step."""
     steps = [*dict.fromkeys(timesteps)]
     firsts = sorted({len(steps) * part // parts for part in range(1, parts)} - {0})
-    return [NUM_TRAIN_TIMESTEPS, *(ceil((steps[i - 1] + steps[i]) / 2) for i in firsts)]
+    return [NUM_TRAIN_TIMESTEPS, *(ceil(steps[first] * (1 + ROUNDING)) for first in firsts)]
 
 
 def step_weight(scheduler: Any, timestep: float) -> float:
