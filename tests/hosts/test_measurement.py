@@ -10,7 +10,7 @@ from threading import Barrier, BrokenBarrierError
 import pytest
 import tomesd
 import torch
-from diffusers import EDMEulerScheduler, FirstBlockCacheConfig
+from diffusers import EDMEulerScheduler, FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler
 from tiny import LAYER, small_unet, tiny_pipe
 from tiny_transformers import sd3_pipe, sd3_transformer, wan_transformer
 from tiny_vision import images, tiny_vision
@@ -29,7 +29,7 @@ from avq_diffusers.hosts.exact_run import ExactRun
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.measurement import output_errors
-from avq_diffusers.hosts.timesteps import sampling_weights
+from avq_diffusers.hosts.timesteps import sampling_weights, step_weight
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16)
@@ -169,6 +169,15 @@ class TestMeasure:
             pipe, [PROMPT], [plan.choices], CONFIG, weights=profile.weights, **arguments
         )
         assert errors == pytest.approx([plan.error], rel=0.2)
+
+    def test_weight_of_a_step_of_a_flow(self):
+        """It is the square of how far the scheduler moves latents per output."""
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+        scheduler.set_timesteps(4)
+        for timestep in scheduler.timesteps:
+            moved = scheduler.step(torch.ones(1), timestep, torch.zeros(1)).prev_sample
+            weight = step_weight(scheduler, float(timestep))
+            assert weight == pytest.approx(float(moved) ** 2, rel=1e-4)
 
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""
