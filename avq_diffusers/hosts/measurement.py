@@ -6,7 +6,7 @@ error on the output is proportional to it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -260,6 +260,7 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
     outputs: dict[int, float] = defaultdict(float)
     starts: Counter[int] = Counter()
     models: Counter[Hosted] = Counter()
+    errors: dict[int, float] = defaultdict(float)  # with coarse sizes in all layers
 
     def visit(call: Call) -> None:
         outputs[call.run.start] += call.run.weight * call.output
@@ -267,10 +268,12 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
         models[call.hosted] += 1
         for layer in call.layers:
             layer.probe(call.output, call.repeat)
+        if measurement.parts > 1:
+            errors[call.run.start] += call.run.weight * call.repeat(_coarse(call.layers))
 
-    measured, _ = measurement.follow("single layers", visit, is_probed=True)
-    coarse = {x.layer.name: x.coarse for layers in measured.values() for x in layers if x.times}
-    weights = _image_weights(measurement, coarse) if len(starts) > 1 else {}
+    measured, latents = measurement.follow("single layers", visit, is_probed=True)
+    coarse = _coarse(layer for layers in measured.values() for layer in layers)
+    weights = _image_weights(measurement, coarse, errors, latents) if len(starts) > 1 else {}
     for start, weight in weights.items():
         outputs[start] *= weight
     total = max(1, starts.total())
@@ -285,18 +288,25 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
     return ErrorProfile(measurement.config, found, shares, weights=weights, unit=unit)
 
 
-def _image_weights(measurement: Measurement, coarse: Trial) -> dict[int, float]:
+def _coarse(layers: Iterable[MeasuredLayer]) -> Trial:
+    """Coarse sizes in all layers that AVQ serves."""
+    return {layer.layer.name: layer.coarse for layer in layers if layer.times}
+
+
+def _image_weights(
+    measurement: Measurement, coarse: Trial, errors: Mapping[int, float], exact: Sequence[Tensor]
+) -> dict[int, float]:
     """What a squared output error adds to the image's, by part of the denoising, with mean 1.
 
     Measured with coarse sizes in one part at a time, relative to `step_weight`, which does not know
     that early errors change what later steps draw.
+
+    Args:
+        measurement: runs the model.
+        coarse: coarse sizes by layer.
+        errors: squared output errors with these sizes, by part.
+        exact: the exact run's latents.
     """
-    errors: dict[int, float] = defaultdict(float)
-
-    def visit(call: Call) -> None:
-        errors[call.run.start] += call.run.weight * call.repeat(coarse)
-
-    _, exact = measurement.follow("all layers", visit)
     ratios = {}
     for start, error in errors.items():
         _, found = measurement.follow(f"AVQ from {start}", lambda call: None, plan={start: coarse})

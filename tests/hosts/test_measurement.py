@@ -185,7 +185,7 @@ class TestMeasure:
         calls, arguments = [], {**SIZE, "num_inference_steps": 6, "parts": 3}
         with pipe.unet.register_forward_pre_hook(lambda *_: calls.append(1)):
             profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
-        assert len(calls) == 12 + 32 + 12 * (2 + 3) + 12 * (1 + len(measurement.CHECKED))
+        assert len(calls) == 12 + 32 + 12 * (1 + 3) + 12 * (1 + len(measurement.CHECKED))
         for one in profile.layers:
             assert len({tuple(effects.values()) for effects in one.effects.values()}) == 3
 
