@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
@@ -15,6 +17,7 @@ from avq_diffusers.hosts.timesteps import (
     NUM_TRAIN_TIMESTEPS,
     Timesteps,
     at_timestep,
+    rounded_up,
     starts_of_parts,
     step_weight,
 )
@@ -110,20 +113,21 @@ class ExactRun:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
                 if self.number == 0:
-                    starts = starts_of_parts(self.scheduler.timesteps.tolist(), self.parts)
+                    steps = self.scheduler.timesteps.tolist()
+                    # img2img skips steps; a call that fills a cache comes before all of them.
+                    left = [step for step in steps if step <= rounded_up(timestep)]
+                    starts = starts_of_parts(left or steps, self.parts)
                     self.starts = {start: start for start in starts}
-                    # Earlier parts use the first call's sizes.
-                    first = at_timestep(self.starts, timestep)
-                    self.starts |= {x: NUM_TRAIN_TIMESTEPS for x in starts if x >= first}
                 self.start = at_timestep(self.starts, timestep)
                 self.weight = step_weight(self.scheduler, timestep)
         self.trial = self.plan.get(self.start)
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors in the first output of a model or pipeline."""
+    """The tensors in the first output of a model or pipeline; some return NumPy arrays."""
     first = output if isinstance(output, Tensor) else output[0]
-    return [x for x in pytree.tree_leaves(first) if isinstance(x, Tensor)]
+    found = (x for x in pytree.tree_leaves(first) if isinstance(x, Tensor | np.ndarray))
+    return [torch.as_tensor(x) for x in found]
 
 
 def squared(found: Sequence[Tensor], exact: Sequence[Tensor] | None = None) -> float:

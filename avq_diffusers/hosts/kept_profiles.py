@@ -36,7 +36,9 @@ class KeptProfile:
         config: AVQConfig | None,
         arguments: Mapping[str, Any],
     ) -> None:
-        facts: list[Any] = [repr(config), type(scheduler).__name__]
+        settings = getattr(scheduler, "config", {})
+        settings = {name: settings[name] for name in sorted(settings) if name[0] != "_"}
+        facts: list[Any] = [repr(config), type(scheduler).__name__, repr(settings)]
         for name, value in sorted(arguments.items()):
             if name != "progress" and not callable(value):
                 facts += [name, _digest(value)]

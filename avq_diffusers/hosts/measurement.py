@@ -81,13 +81,15 @@ class Measurement:
         self.host = self.models[0].host
         self.examples = checked_examples(pipe, self.host, examples, arguments)
         self.scheduler = getattr(pipe, "scheduler", None)
-        has_parts = self.scheduler is not None and all(x.timesteps for x in self.models)
-        usual_parts = 3 if has_parts and len(self.models) == 1 else 1
+        _check_steps(num_inference_steps, 1 if parts is None else parts)
+        has_timesteps = len(self.models) == 1 and self.models[0].timesteps is not None
+        has_parts = has_timesteps and self.scheduler is not None
+        usual_parts = max(1, min(3, num_inference_steps // 2)) if has_parts else 1
         self.parts = usual_parts if parts is None else parts
-        _check_steps(num_inference_steps, self.parts)
         if self.parts > 1 and not has_parts:
             raise ValueError(
-                f"this {self.host.kind} has no schedules, so parts must be 1, but got {self.parts}."
+                f"parts must be 1 without a scheduler, with several models, or where calls do not "
+                f"tell the timestep, but got {self.parts}."
             )
         model = self.models[0].model
         self.config = self.host.default_config(model) if config is None else config
@@ -188,8 +190,8 @@ def measure_error(
             finest level with self-attention.
         num_inference_steps: denoising steps per prompt.
         parts: how many parts of the denoising, of equally many steps, may get sizes of their own.
-            None is 3, or 1 for a model without timesteps, which accepts only 1, and for pipelines
-            with several models. With one part, the errors of all calls count alike.
+            None is one per two steps, at most 3. Pipelines with several models, and models whose
+            calls do not tell the timestep, accept only 1. Then the errors of all calls count alike.
         seed: seeds the noise.
         progress: show progress bars.
         **arguments: passed on to the pipeline or model, such as `height`.
@@ -202,7 +204,7 @@ def measure_error(
             wrong type or is set by this function.
         ValueError: no example, step, part or layer; `config` has overrides, stored codewords or a
             key norm; attention returns NaN or infinity; a diffusers cache is enabled; or several
-            parts for a model or sampler without training timesteps.
+            parts for a pipeline, model or sampler that cannot have them.
         RuntimeError: AVQ cannot serve any call of a layer; the message says why.
     """
     measurement = Measurement(

@@ -118,6 +118,10 @@ class Scheduler:
 
     @torch.compiler.disable
     def pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                "an exported program cannot follow a schedule; set one number of parents."
+            )
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
             for state, schedule in self.schedules.items():

@@ -1,7 +1,8 @@
 """The training timestep of a model's call, and values that change with it.
 
 Training timesteps fall from 1000 to 0 during generation. Unlike step indices, they mean the same
-for every sampler and number of steps. With flow matching they are 1000 times the noise level.
+for every sampler and number of steps. With flow matching they are mostly 1000 times the noise
+level.
 Samplers that pass a UNet other numbers are refused: EDM passes the log of the noise level, IPNDM a
 fraction.
 """
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUM_TRAIN_TIMESTEPS = 1000
-ROUNDING = 0.005  # of a timestep that a pipeline passes in bfloat16
+DIGITS = 2
 Value = TypeVar("Value")
 
 
@@ -55,15 +56,12 @@ _ARGUMENTS: dict[str, TimestepArgument | None] = {
         ),
         _FRACTION,
     ),
-    **dict.fromkeys(
-        (
-            *("LuminaNextDiT2DModel", "Lumina2Transformer2DModel"),
-            "Ideogram4Transformer2DModel",
-        ),
-        _REMAINDER,
-    ),
+    "LuminaNextDiT2DModel": _REMAINDER,
+    "Lumina2Transformer2DModel": _REMAINDER,
+    "Ideogram4Transformer2DModel": _REMAINDER,
     "ZImageTransformer2DModel": _REMAINDER._replace(name="t"),
     "HiDreamImageTransformer2DModel": TimestepArgument("timesteps"),
+    "GlmImageTransformer2DModel": TimestepArgument(offset=1.0),
     # Cosmos passes other functions of the noise level, Mochi's timesteps may rise, and MiniMax-H3
     # has one per reference.
     "CosmosTransformer3DModel": None,
@@ -102,8 +100,9 @@ class Timesteps(threading.local):
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The timestep among a model's arguments, as a number.
 
-        Of the timesteps of one image's tokens, the largest: given frames have timestep 0. None
-        during export and CUDA graph capture, which forbid reading from the device.
+        Of the timesteps of one image's tokens, the largest: given frames have timestep 0. Rounded,
+        because fractions are not exact. None during CUDA graph capture, which forbids reading from
+        the device.
 
         Raises:
             ValueError: the batch has several timesteps, or the sampler has no training timesteps.
@@ -111,12 +110,11 @@ class Timesteps(threading.local):
         name, scale, offset = self.argument
         told = {**dict(zip(self.parameters, args, strict=False)), **kwargs}[name]
         if not isinstance(told, Tensor):
-            return offset + scale * told
-        is_capturing = told.is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_capturing or torch.compiler.is_exporting():
+            return round(offset + scale * told, DIGITS)
+        if told.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         if not any(told.stride()):
-            return offset + scale * self._of_view(told)
+            return self._of_view(told)
         of_tokens = (offset + scale * told.float()).reshape(len(told), -1)
         values = set(of_tokens.amax(dim=1).tolist())
         if len(values) != 1:
@@ -124,17 +122,19 @@ class Timesteps(threading.local):
                 "ScaleCrafter and schedules take one timestep for the whole batch, but got "
                 f"{', '.join(f'{value:g}' for value in sorted(values))}."
             )
-        return values.pop()
+        return round(values.pop(), DIGITS)
 
     def _of_view(self, timestep: Tensor) -> float:
-        """The value of a view of one number, mostly of a scheduler's timesteps."""
+        """The timestep that a view of one number tells, mostly of a scheduler's timesteps."""
         size = timestep.untyped_storage().nbytes() // timestep.element_size()
         table = timestep.as_strided((size,), (1,), 0)
         # Reading CPU memory is free, and NumPy changes it without a new version.
         is_read_each_time = table.is_inference() or table.device.type == "cpu"
         version = None if is_read_each_time else (table.data_ptr(), table._version)
         if version is None or version != self.version:
-            self.values = _training_timesteps(table)
+            _, scale, offset = self.argument
+            values = [round(offset + scale * told, DIGITS) for told in table.tolist()]
+            self.values = _training_timesteps(values)
             # Kept alive so that no other tensor reuses its address.
             self.table, self.version = table, version
         return self.values[timestep.storage_offset()]
@@ -157,7 +157,12 @@ def starts_of_parts(timesteps: Sequence[float], parts: int) -> list[int]:
     """Where parts of equally many denoising steps start: at 1000, then at a part's first step."""
     steps = [*dict.fromkeys(timesteps)]
     firsts = sorted({len(steps) * part // parts for part in range(1, parts)} - {0})
-    return [NUM_TRAIN_TIMESTEPS, *(ceil(steps[first] * (1 + ROUNDING)) for first in firsts)]
+    return [NUM_TRAIN_TIMESTEPS, *(ceil(rounded_up(steps[first])) for first in firsts)]
+
+
+def rounded_up(timestep: float) -> float:
+    """The largest number read for a timestep that a pipeline passes in bfloat16."""
+    return 1.008 * timestep + 4
 
 
 def step_weight(scheduler: Any, timestep: float) -> float:
@@ -166,14 +171,14 @@ def step_weight(scheduler: Any, timestep: float) -> float:
     With flow matching, a step moves latents by the difference of two noise levels times the output;
     for other models, see `sampling_weights`. 1 for samplers with zero terminal SNR.
     """
-    timesteps = [*dict.fromkeys(scheduler.timesteps.tolist()), 0.0]
     alphas_cumprod = getattr(scheduler, "alphas_cumprod", None)
     if alphas_cumprod is None or getattr(scheduler.config, "use_flow_sigmas", False):
-        step = min(range(len(timesteps) - 1), key=lambda i: abs(timesteps[i] - timestep))
-        return ((timesteps[step] - timesteps[step + 1]) / NUM_TRAIN_TIMESTEPS) ** 2
+        step = int((scheduler.timesteps - timestep).abs().argmin())
+        return float(scheduler.sigmas[step] - scheduler.sigmas[step + 1]) ** 2
     if not alphas_cumprod.all():
         return 1.0
-    weights = sampling_weights(alphas_cumprod.double(), len(timesteps) - 1)
+    num_steps = len(scheduler.timesteps.unique())
+    weights = sampling_weights(alphas_cumprod.double(), num_steps)
     return float(weights[min(int(timestep), len(weights) - 1)])
 
 
@@ -183,8 +188,7 @@ def are_training_timesteps(values: Sequence[float]) -> bool:
     return len(values) < 2 or max(values) >= 2 or not any(value % 1 for value in values)
 
 
-def _training_timesteps(table: Tensor) -> list[float]:
-    values = table.tolist()
+def _training_timesteps(values: list[float]) -> list[float]:
     if not are_training_timesteps(values):
         raise ValueError(
             "ScaleCrafter, schedules, and measure_error with several parts need a sampler whose "

@@ -268,10 +268,11 @@ def set_num_refined(
         num_refined: between 0 and the number of parents of every affected layer, or `"exact"` for
             exact attention. Or a schedule in training timesteps, which fall from 1000 to 0:
             `{1000: "exact", 900: 16, 400: 8}` is exact from timestep 1000 down, refines 16 parents
-            from 900 down and 8 from 400 down. With flow matching, timesteps are 1000 times the
-            noise level. A UNet then refuses samplers with other timesteps, such as EDM's and IPNDM.
-            Or a plan: numbers or schedules by the name of a layer, or of a module for all its
-            layers. Longer names take precedence. Layers without an entry stay unchanged.
+            from 900 down and 8 from 400 down. With flow matching, timesteps are mostly 1000 times
+            the noise level; in bfloat16 they are off by up to 4. Samplers with other timesteps,
+            such as EDM's and IPNDM, are refused. Or a plan: numbers or schedules by the name of a
+            layer, or of a module for all its layers. Longer names take precedence. Layers without
+            an entry stay unchanged.
         level: change only the layers at this UNet level.
         layer: change only the layer of this name, or the layers in this module, such as
             `"up_blocks.3"`.
@@ -283,7 +284,7 @@ def set_num_refined(
         TypeError: AVQ does not know the model, or a number of parents or a timestep is not an int.
         ValueError: no AVQ layer matches, an entry of a plan names none of the matching layers, a
             layer cannot refine that many parents, a schedule does not begin at timestep 1000, or
-            the model is not told training timesteps.
+            the model's calls do not tell the training timestep.
     """
     with CHANGES:  # no other thread removes the layers' AVQ in between
         states = states_of(pipe)

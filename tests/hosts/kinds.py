@@ -328,6 +328,7 @@ TIMESTEPS = {
     **dict.fromkeys(("PRX", "AuraFlow", "Krea2", "QwenImage21"), fraction),
     **dict.fromkeys(("LuminaNextDiT", "Lumina2", "Ideogram4"), remainder),
     "HiDreamImage": lambda value: {"timesteps": timestep(value)["timestep"]},
+    "GlmImage": lambda value: timestep(value - 1),
     **dict.fromkeys(("Cosmos", "Mochi", "MiniMaxH3")),
 }
 

@@ -282,8 +282,13 @@ def test_timestep(kind):
     timesteps = find_model(kind.model).timesteps
     assert (timesteps is None) == (kind.timestep is None)
     if kind.timestep:
-        read = [timesteps.of_call((), kind.timestep(value)) for value in (1000, 400, 0)]
-        assert read == pytest.approx([1000, 400, 0], abs=1e-3)
+        values = [1000, 400, 127, 0]
+        told = [kind.timestep(value) for value in values]
+        assert [timesteps.of_call((), arguments) for arguments in told] == values
+        (name,) = told[0]
+        table = torch.cat([arguments[name][:1] for arguments in told])  # as pipelines have it
+        views = [{name: entry.expand(2)} for entry in table]
+        assert [timesteps.of_call((), arguments) for arguments in views] == values
 
 
 @contextmanager
@@ -662,6 +667,10 @@ def test_export(kind):
     expected = kind.predict(model)
     assert differ(expected, exact) == kind.exports
     assert close(kind.output(program.module()(**inputs)), expected)
+    if kind.exports and kind.timestep:
+        set_num_refined(model, scheduled(kind))
+        with pytest.raises(NotImplementedError, match="cannot follow a schedule"):
+            torch.export.export(model, (), inputs, strict=False)
 
 
 @for_kinds(ADAPTERS)

@@ -137,7 +137,7 @@ class TestPipelines:
         ):
             draw(pipe, num_inference_steps=5)
         assert len(set(read)) == 5
-        assert read == pytest.approx(pipe.scheduler.timesteps.tolist(), rel=1e-5)
+        assert read == pytest.approx(pipe.scheduler.timesteps.tolist(), abs=0.006)
 
     @feature("LoRA of transformers (load/fuse/unload)")
     def test_lora(self, make, tmp_path):
