@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUM_TRAIN_TIMESTEPS = 1000
-DIGITS = 2
+DIGITS = 2  # kept of a timestep: fractions in float32 are off by up to 1e-4
 Value = TypeVar("Value")
 
 

@@ -269,7 +269,7 @@ def set_num_refined(
             exact attention. Or a schedule in training timesteps, which fall from 1000 to 0:
             `{1000: "exact", 900: 16, 400: 8}` is exact from timestep 1000 down, refines 16 parents
             from 900 down and 8 from 400 down. With flow matching, timesteps are mostly 1000 times
-            the noise level; in bfloat16 they are off by up to 4. Samplers with other timesteps,
+            the noise level; in bfloat16 they are off by up to 5. Samplers with other timesteps,
             such as EDM's and IPNDM, are refused. Or a plan: numbers or schedules by the name of a
             layer, or of a module for all its layers. Longer names take precedence. Layers without
             an entry stay unchanged.
