@@ -21,7 +21,7 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, parameters_of
+from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, named_arguments
 from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.masks import Group, joint_attention, masked_attention, read_groups
@@ -310,7 +310,7 @@ class TransformerWatch(Watch):
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         family = _family(caller)
         assert family is not None
-        arguments = {**dict(zip(parameters_of(type(caller).forward), args, strict=False)), **kwargs}
+        arguments = named_arguments(type(caller), args, kwargs)
         grid, tokens = family.read(caller.config, arguments), family.hidden_states(arguments)
         beside = {"": 0}
         if not isinstance(grid, str):

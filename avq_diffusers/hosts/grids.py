@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from avq_diffusers.hosts.reading import read_once
 from avq_diffusers.hosts.state import REST, Grid
@@ -42,10 +42,17 @@ class Family:
     hidden_states: Callable[[Arguments], Tensor] = lambda arguments: arguments["hidden_states"]
 
 
+def named_arguments(
+    model: type[nn.Module], args: tuple[Any, ...], kwargs: Arguments
+) -> dict[str, Any]:
+    """The arguments of a call to a class's `forward`, by name."""
+    return {**dict(zip(_parameters_of(model), args, strict=False)), **kwargs}
+
+
 @cache
-def parameters_of(forward: Any) -> tuple[str, ...]:
+def _parameters_of(model: type[nn.Module]) -> tuple[str, ...]:
     """The parameter names of a class's `forward`, in order."""
-    return tuple(inspect.signature(forward).parameters)[1:]
+    return tuple(inspect.signature(model.forward).parameters)[1:]
 
 
 def family_of(model: type) -> Family | None:

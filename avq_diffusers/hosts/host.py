@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from avq_diffusers.attention import self_check
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.checkpointing import forget_calls, keep_calls
-from avq_diffusers.hosts.grids import parameters_of
 from avq_diffusers.hosts.interception import active_backend
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
 from avq_diffusers.hosts.state import LayerState, Tokens
@@ -151,7 +150,7 @@ class Hosted(NamedTuple):
     def timesteps(self) -> Timesteps | None:
         """A reader of its calls' timesteps, which sizes may follow; None if they have none."""
         argument = argument_of(type(self.model)) if self.host.has_prompts else None
-        return argument and Timesteps(parameters_of(type(self.model).forward), argument)
+        return argument and Timesteps(type(self.model), argument)
 
 
 class Others:

@@ -12,7 +12,7 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.grids import READS_THE_GRID, TEXT, latent_grid, parameters_of
+from avq_diffusers.hosts.grids import READS_THE_GRID, TEXT, latent_grid, named_arguments
 from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
@@ -150,7 +150,7 @@ class _TransformerWatch(Watch):
 
     @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = {**dict(zip(parameters_of(type(caller).forward), args, strict=False)), **kwargs}
+        arguments = named_arguments(type(caller), args, kwargs)
         hidden_states = arguments["hidden_states"]
         grid = latent_grid(caller.config, arguments)
         num_text = TEXT(arguments, 0)[""]

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from avq_diffusers.hosts.grids import named_arguments
 
 NUM_TRAIN_TIMESTEPS = 1000
 DIGITS = 2  # kept of a timestep: fractions in float32 are off by up to 1e-4
@@ -83,19 +85,19 @@ class Timesteps(threading.local):
     and each copy reads its own.
 
     Args:
-        parameters: parameters of the model's `forward`, in order.
-        argument: the one that tells the timestep.
+        model: the model's class.
+        argument: the argument that tells the timestep.
     """
 
-    def __init__(self, parameters: Sequence[str], argument: TimestepArgument) -> None:
+    def __init__(self, model: type[nn.Module], argument: TimestepArgument) -> None:
+        self.model = model
         self.argument = argument
-        self.parameters = parameters
         self.table: Tensor | None = None
         self.version: tuple[int, int] | None = None
         self.values: list[float] = []
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Timesteps, (self.parameters, self.argument)
+        return Timesteps, (self.model, self.argument)
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The timestep among a model's arguments, as a number.
@@ -108,7 +110,7 @@ class Timesteps(threading.local):
             ValueError: the batch has several timesteps, or the sampler has no training timesteps.
         """
         name, scale, offset = self.argument
-        told = {**dict(zip(self.parameters, args, strict=False)), **kwargs}[name]
+        told = named_arguments(self.model, args, kwargs)[name]
         if not isinstance(told, Tensor):
             return round(offset + scale * told, DIGITS)
         if told.is_cuda and torch.cuda.is_current_stream_capturing():

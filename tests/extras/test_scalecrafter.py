@@ -211,7 +211,7 @@ class TestTimesteps:
     def test_kinds(self):
         """Catches a timestep that is read wrongly: a number, a tensor, an entry of a table that
         was changed in place, and one known by its address, where the next image's may lie."""
-        timesteps = Timesteps(("sample", "timestep"), TIMESTEP)
+        timesteps = Timesteps(UNet2DConditionModel, TIMESTEP)
 
         def read(timestep):
             return timesteps.of_call((None, timestep), {})

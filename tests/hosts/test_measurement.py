@@ -163,6 +163,7 @@ class TestMeasure:
         assert max(errors) == 0 or max(errors) in points
 
     def test_fewer_steps_than_parts(self, pipe):
+        """Catches parts without a step."""
         assert measure(pipe, parts=3, num_inference_steps=2).shares == {1000: 0.5, 6: 0.5}
 
     def test_parts_of_a_flow(self):
@@ -237,6 +238,19 @@ class TestMeasure:
         Pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
         with pytest.raises(ValueError, match="measure before enable_cache"):
             measure_error(Pipe(), [PROMPT])
+
+    def test_parts_of_several_models_are_refused(self):
+        """Catches effects of a model in parts that another one runs."""
+
+        class Pipe:
+            transformer, transformer_2 = wan_transformer(), wan_transformer()
+            scheduler = FlowMatchEulerDiscreteScheduler()
+
+            def __call__(self, prompt):
+                raise AssertionError("it ran")
+
+        with pytest.raises(ValueError, match=r"parts must be 1 .* with several models"):
+            measure_error(Pipe(), [PROMPT], parts=2)
 
     def test_sizes_that_meet_all_tokens_are_left_out(self, pipe, monkeypatch):
         """Catches E256 measured, and chosen, for 64 tokens."""
@@ -384,7 +398,7 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
 def test_kernels_compile_side_by_side():
     """Catches sizes that compile one after another, gradients in a thread, a lost error."""
     both, modes = Barrier(2), []
-    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(1, None, {}, tqdm(disable=True)), None)
+    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(None, 1, {}, tqdm(disable=True)), None)
 
     def call():
         both.wait(timeout=10)

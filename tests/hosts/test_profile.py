@@ -272,8 +272,8 @@ class TestApply:
         assert torch.equal(kind.draw(pipe), exact)
 
     def test_a_model_is_measured_once(self, monkeypatch, tmp_path):
-        """Catches a second measurement, the profile of another model, size or prompt, and a
-        measurement that is lost because it cannot be kept."""
+        """Catches a second measurement, the profile of another model, size, prompt or noise
+        schedule, and a measurement that is lost because it cannot be kept."""
         monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
         run = UNET.run | {"num_inference_steps": 1, "height": 64, "width": 64}
 
@@ -290,7 +290,9 @@ class TestApply:
         assert apply(UNET.make(), forbidden=True) == first
         changed = UNET.make()
         changed.unet.get_submodule(LAYER).to_q.weight.data *= 2
-        for pipe, arguments in ((changed, {}), (UNET.make(), {"height": 192})):
+        other_noise = UNET.make()
+        other_noise.scheduler.register_to_config(beta_end=0.02)
+        for pipe, arguments in ((changed, {}), (other_noise, {}), (UNET.make(), {"height": 192})):
             with pytest.raises(TypeError, match="to measure this model on once"):
                 apply(pipe, forbidden=True, **arguments)
         with pytest.raises(pytest.fail.Exception, match="it ran"):

@@ -29,7 +29,6 @@ from avq_diffusers.extras.scalecrafter.settings import (
     at_level,
     usual_config,
 )
-from avq_diffusers.hosts.grids import parameters_of
 from avq_diffusers.hosts.models import AnyModel, unet_of, unwrapped
 from avq_diffusers.hosts.timesteps import TIMESTEP, Timesteps
 from avq_diffusers.mini import IMAGE_SIZE, MINI_SD
@@ -184,7 +183,7 @@ class _ScaleCrafter:
         self.size = (height, width)
         self.latent_size = (height // factor, width // factor)
         self.pipe: Any = pipe if config.damped_dilations else None
-        self.timesteps = Timesteps(parameters_of(type(unet).forward), TIMESTEP)
+        self.timesteps = Timesteps(type(unet), TIMESTEP)
         self.timestep: float = 0
         self.inputs: Any = None
         self.in_damped_call = False
