@@ -46,13 +46,13 @@ def named_arguments(
     model: type[nn.Module], args: tuple[Any, ...], kwargs: Arguments
 ) -> dict[str, Any]:
     """The arguments of a call to a class's `forward`, by name."""
-    return {**dict(zip(_parameters_of(model), args, strict=False)), **kwargs}
+    return {**dict(zip(_parameters_of(model.forward), args, strict=False)), **kwargs}
 
 
 @cache
-def _parameters_of(model: type[nn.Module]) -> tuple[str, ...]:
+def _parameters_of(forward: Any) -> tuple[str, ...]:
     """The parameter names of a class's `forward`, in order."""
-    return tuple(inspect.signature(model.forward).parameters)[1:]
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def family_of(model: type) -> Family | None:
