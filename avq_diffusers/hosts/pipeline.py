@@ -5,6 +5,7 @@ import json
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttentionProcessor
 
+from avq_diffusers.hosts.models import select_layers
 from avq_diffusers.hosts.unet import AVQProcessor
 from avq_diffusers.hosts.verbs import apply_avq
 
@@ -29,7 +30,8 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
         if not isinstance(processor, AVQProcessor):
             self.unet.set_attn_processor(processor)
         else:
-            apply_avq(self, processor.source, backend=processor.backend, route=processor.route)
+            source = processor.source_for(select_layers(self.unet))
+            apply_avq(self, source, backend=processor.backend, route=processor.route)
 
     def to_json_string(self) -> str:
         # diffusers looks up the class of a saved pipeline in its own namespace.

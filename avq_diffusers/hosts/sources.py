@@ -1,6 +1,8 @@
 """Where AVQ takes its codewords from, and the layer states built from that."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 from avq_diffusers.config import AVQConfig
@@ -11,6 +13,7 @@ from avq_diffusers.hosts.state import LayerState
 
 # Codewords from the keys of each call, or from codebooks.
 AVQSource: TypeAlias = AVQConfig | AVQCodebooks
+CONFIG_FIELDS = frozenset(field.name for field in fields(AVQConfig))
 WITHOUT_CODEBOOKS = (
     "a tolerance chooses sizes for codewords from the keys of each call; apply it without "
     "codebooks."
@@ -21,12 +24,60 @@ def check_source(source: Any) -> None:
     """Refuse anything AVQ cannot take codewords from.
 
     Raises:
-        TypeError: `source` is neither codebooks, nor a configuration, nor None.
+        TypeError: `source` is neither codebooks, nor a configuration or its string, nor None.
     """
-    if not isinstance(source, AVQCodebooks | AVQConfig | None):
+    if not isinstance(source, AVQCodebooks | AVQConfig | str | None):
         raise TypeError(
-            f"expected AVQCodebooks, an AVQConfig or nothing, but got {type(source).__name__}."
+            f"expected AVQCodebooks, an AVQConfig, a string such as 'M64P16C8' or nothing, but got "
+            f"{type(source).__name__}."
         )
+
+
+def resolved_source(
+    source: AVQSource | str | None, config_fields: Mapping[str, Any], default: AVQConfig
+) -> AVQSource:
+    """Codebooks as they are, or a configuration with some of its fields replaced.
+
+    Args:
+        source: codebooks, a configuration, its string, or None for the default.
+        config_fields: fields of `AVQConfig`.
+        default: taken for None; also gives the levels that a string does not name.
+
+    Raises:
+        TypeError: `source` has the wrong type, or codebooks come with fields.
+        ValueError: a string is malformed, or a field is out of range.
+    """
+    check_source(source)
+    if isinstance(source, AVQCodebooks):
+        if config_fields:
+            raise TypeError(
+                f"codebooks have a configuration of their own; drop {', '.join(config_fields)}."
+            )
+        return source
+    if isinstance(source, str):
+        source = AVQConfig.parse(source, levels=default.levels)
+    return replace(source or default, **config_fields)
+
+
+def check_known(
+    function: str, given: Iterable[str], known: Iterable[str], *, is_open: bool = False
+) -> None:
+    """Refuse arguments of `function` that are not `known`.
+
+    Args:
+        function: name of the function.
+        given, known: names of arguments.
+        is_open: whether it passes others on; then only names close to known ones are refused.
+
+    Raises:
+        TypeError: the message names the argument and the closest known one.
+    """
+    known = set(known)
+    for name in given:
+        close = difflib.get_close_matches(name, known - {name}, 1)
+        if name not in known and (close or not is_open):
+            hint = f"did you mean {close[0]}?" if close else f"see help({function})."
+            raise TypeError(f"{function} takes no argument {name}; {hint}")
 
 
 def make_states(

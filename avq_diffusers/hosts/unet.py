@@ -6,9 +6,11 @@ without a guard per layer.
 """
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from diffusers import ModelMixin, Transformer2DModel, UNet2DConditionModel
 from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 from diffusers.models.attention_processor import (
@@ -30,13 +32,31 @@ from diffusers.models.attention_processor import (
 )
 from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.attention.api import check_backend
-from avq_diffusers.hosts.host import Host, Hosted, Other, Others, Watch, all_or_nothing, install
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.hosts.host import (
+    CHANGES,
+    Host,
+    Hosted,
+    Other,
+    Others,
+    Watch,
+    all_or_nothing,
+    install,
+)
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.projection import project
 from avq_diffusers.hosts.routing import check_route
-from avq_diffusers.hosts.sources import AVQSource, check_source, make_states
+from avq_diffusers.hosts.sources import (
+    CONFIG_FIELDS,
+    AVQSource,
+    check_known,
+    make_states,
+    resolved_source,
+)
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
 
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
@@ -59,7 +79,13 @@ FOR_UNETS = (
     "AVQProcessor only serves UNets, but was set on a transformer, which lost its own processors; "
     "reload the transformer and call apply_avq(pipe)."
 )
+UNPREPARED = (
+    "an AVQProcessor prepares the first UNet that is called with it; set a new one on each UNet, "
+    "and use apply_avq for a block that is called by itself."
+)
 OTHER_SCORES = "get_attention_scores is replaced"
+# Levels of a processor without a configuration.
+PROCESSOR_LEVELS = (0, 1)
 
 
 class Previous(NamedTuple):
@@ -89,58 +115,81 @@ class ReplacedModule(nn.Module):
 
 
 class AVQProcessor(AttnProcessor2_0):
-    """Attention processor that runs AVQ in the chosen layers.
+    """Attention processor that runs AVQ in the self-attention of a UNet.
 
-    Every other call goes to the layer's previous processor, or to `AttnProcessor2_0` in a layer
-    that was never prepared. So do calls of layers whose previous processor is not one of
-    diffusers' plain ones, and all calls while another tool acts on attention scores.
+    `unet.set_attn_processor(AVQProcessor())` is enough: the next call of the UNet, compiled or not,
+    or the next function of this package that gets it, applies AVQ to the layers that carry the
+    processor, as `apply_avq` would, and gives all others diffusers' default processor.
+
+    Every call that AVQ cannot serve goes to the layer's previous processor. So do calls of layers
+    whose previous processor is not one of diffusers' plain ones, and all calls while another tool
+    acts on attention scores.
 
     Args:
-        source: `AVQCodebooks`, or an `AVQConfig` for codewords from the keys of each call, for
-            `AVQStableDiffusionPipeline.set_attn_processor` or for `unet`. None is the default of
-            `apply_avq`.
-        unet: prepare this UNet now, for `unet.set_attn_processor` to set this processor on all
-            layers. IP-Adapter's scale setter then no longer finds its own processors; `apply_avq`
-            leaves them in place.
+        source: `AVQCodebooks`, or an `AVQConfig` or its string, such as `"M64P16C8"`, for codewords
+            from the keys of each call. None is M64P16C8.
+        unet: prepare this UNet now, keeping its processors for the calls that AVQ does not serve.
+            IP-Adapter's scale setter then no longer finds its own processors; `apply_avq` leaves
+            them in place.
         backend, route: as in `apply_avq`.
+        **config_fields: fields of `AVQConfig`, such as `num_refined=8`. The levels are 0 and 1
+            unless `levels` or an `AVQConfig` names others.
 
     Raises:
-        TypeError: `source` is something else.
-        ValueError: the codebooks belong to another model, or backend or route is unknown.
+        TypeError: `source` is something else, or an argument is unknown.
+        ValueError: the codebooks belong to another model, a field is out of range, or backend or
+            route is unknown.
     """
 
     def __init__(
         self,
-        source: AVQSource | None = None,
+        source: AVQSource | str | None = None,
         unet: UNet2DConditionModel | None = None,
         *,
         backend: str = "auto",
         route: str | int = "fastest",
+        **config_fields: Any,
     ) -> None:
         super().__init__()
         check_backend(backend)
         check_route(route)
-        check_source(source)
+        check_known(type(self).__name__, config_fields, CONFIG_FIELDS)
+        resolved_source(source, config_fields, AVQConfig())
         self.source = source
+        self.config_fields = config_fields
         self.backend = backend
         self.route = route
-        if unet is not None:
-            model = UNET.find(unet)
-            if model is None:
-                raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
-            UNET.refuse(model)
-            states = make_states(
-                UNET.layers(model), source or UNET.default_config(model), backend, route
-            )
-            hosted = Hosted(UNET, model, model, "")
-            with all_or_nothing([hosted]):
-                install({hosted: states})
-                for attn in (x for x in model.modules() if isinstance(x, Attention)):
-                    if isinstance(attn.processor, nn.Module):
-                        vars(attn).pop(ATTRIBUTE, None)
-                        attn._avq = ReplacedModule(_previous(attn.processor))
-                    else:
-                        vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+        self.is_prepared = unet is not None
+        if unet is None:
+            _await_call(self)
+            return
+        model = UNET.find(unet)
+        if model is None:
+            raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
+        UNET.refuse(model)
+        hosted = Hosted(UNET, model, model, "")
+        states = self.make_states(UNET.layers(model))
+        with all_or_nothing([hosted]):
+            install({hosted: states})
+            for attn in (x for x in model.modules() if isinstance(x, Attention)):
+                if isinstance(attn.processor, nn.Module):
+                    vars(attn).pop(ATTRIBUTE, None)
+                    attn._avq = ReplacedModule(_previous(attn.processor))
+                else:
+                    vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+
+    def source_for(self, layers: Sequence[Layer]) -> AVQSource:
+        """Codebooks, or the configuration for a UNet with these layers."""
+        return resolved_source(self.source, self.config_fields, _processor_config(layers))
+
+    def make_states(self, layers: Sequence[Layer]) -> dict[Layer, LayerState]:
+        """New states for those of a UNet's layers that the source chooses."""
+        return make_states(layers, self.source_for(layers), self.backend, self.route)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.is_prepared:
+            _await_call(self)
 
     def __call__(
         self,
@@ -156,7 +205,7 @@ class AVQProcessor(AttnProcessor2_0):
 
         Raises:
             TypeError: this processor was set on the attention of a transformer.
-            RuntimeError: this processor has codewords, but was set on a UNet that is not prepared.
+            RuntimeError: no UNet was prepared for this processor.
         """
         own: Replaced | None = getattr(attn, ATTRIBUTE, None)
         is_prepared = own is not None and isinstance(own.previous, Previous)
@@ -168,17 +217,12 @@ class AVQProcessor(AttnProcessor2_0):
             own.count(reason or AVQ_CALL)
             if reason is None:
                 return _attend(attn, own, hidden_states)
-        if own is None and self.source is not None:
-            raise RuntimeError(
-                "this UNet is not prepared for its AVQProcessor; use apply_avq(pipe) or "
-                "AVQProcessor(unet=pipe.unet)."
-            )
-        is_unloaded = (
-            own is not None
-            and isinstance(own.previous.processor, IP_ADAPTERS)
-            and isinstance(encoder_hidden_states, Tensor)
+        if own is None:
+            raise RuntimeError(UNPREPARED)
+        is_unloaded = isinstance(own.previous.processor, IP_ADAPTERS) and isinstance(
+            encoder_hidden_states, Tensor
         )
-        if own is None or is_unloaded:
+        if is_unloaded:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb
             )
@@ -347,7 +391,99 @@ class _TransformerWatch(Watch):
 
 
 UNET = UNetHost()
+
+
+def prepare(model: nn.Module) -> None:
+    """Apply the AVQ of processors that `set_attn_processor` has set on a UNet and not yet prepared.
+
+    Raises:
+        TypeError: the model has no layers that `AVQProcessor` serves.
+        ValueError: the layers carry several processors, or what `apply_avq` raises.
+    """
+    with CHANGES:
+        attentions = [x for x in model.modules() if isinstance(x, Attention)]
+        ours = [attn for attn in attentions if isinstance(attn.processor, AVQProcessor)]
+        found = {attn.processor for attn in ours if _is_unprepared(attn)}
+        if not found:
+            return
+        processor, *others = found
+        if any(vars(other) != vars(processor) for other in others):
+            raise ValueError(
+                f"a UNet takes one AVQProcessor, but its layers carry {len(found)} that differ; "
+                f"pass overrides=... to one to vary sizes by layer."
+            )
+        layers = [layer for layer in UNET.layers(model) if layer.attn in ours]
+        if not layers:
+            raise TypeError(
+                f"AVQProcessor serves self-attention in the spatial transformers of a UNet, which "
+                f"{type(model).__name__} has none of; reload the model and call apply_avq."
+            )
+        UNET.refuse(model)
+        hosted = Hosted(UNET, model, model, "")
+        with all_or_nothing([hosted]):
+            states = processor.make_states(layers)
+            UNET.tidy(model)
+            install({hosted: states})
+        for each in found:
+            each.is_prepared = True
+        _awaiting.difference_update(found)
+        _stop_waiting()
+
+
+def _is_unprepared(attn: Attention) -> bool:
+    """Whether a layer's processor was set by hand; IP-Adapter rebuilds those of prepared layers."""
+    processor = attn.processor
+    return not processor.is_prepared and (
+        not hasattr(attn, ATTRIBUTE)
+        or attn.is_cross_attention
+        or processor.source is not None
+        or bool(processor.config_fields)
+    )
+
+
+# Processors of which no UNet has been prepared. While there are some, a hook on all modules waits
+# for the first call of a UNet: `set_attn_processor` tells a processor nothing of its model, and
+# AVQ must be in place before the call begins.
+_awaiting: weakref.WeakSet[AVQProcessor] = weakref.WeakSet()
+_hook: RemovableHandle | None = None
+
+
+def _await_call(processor: AVQProcessor) -> None:
+    global _hook
+    with CHANGES:
+        # Weak references are told in the order newest first: the set forgets a processor before.
+        weakref.finalize(processor, _stop_waiting).atexit = False
+        _awaiting.add(processor)
+        if _hook is None:
+            _hook = register_module_forward_pre_hook(_before_any_module)
+
+
+def _stop_waiting() -> None:
+    global _hook
+    with CHANGES:
+        if _hook is not None and not _awaiting:
+            _hook.remove()
+            _hook = None
+
+
+@torch.compiler.disable
+def _before_any_module(module: nn.Module, args: Any) -> None:
+    for model in (module, *module.children()):  # or a wrapper, such as that of torch.compile
+        if isinstance(model, ModelMixin) and "down_blocks" in model._modules:
+            prepare(model)
+
+
+def _processor_config(layers: Sequence[Layer]) -> AVQConfig:
+    """The default of a processor: the usual sizes at levels 0 and 1, or at the finest level."""
+    present = {layer.level for layer in layers}
+    levels = tuple(level for level in PROCESSOR_LEVELS if level in present) or (min(present),)
+    return AVQConfig.parse(UNET.usual_sizes, levels=levels)
+
+
 _PROCESSOR = AVQProcessor()
+_PROCESSOR.is_prepared = True
+_awaiting.discard(_PROCESSOR)
+_stop_waiting()
 
 
 def _previous(processor: AttentionProcessor) -> Previous:

@@ -5,6 +5,7 @@ model of transformers, compiled or not. A ControlNet is passed by itself; `remov
 `avq_disabled` and `summary` of a pipeline include its ControlNets.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,25 +45,29 @@ from avq_diffusers.hosts.refinement import Schedule, check_schedules, planned_si
 from avq_diffusers.hosts.report import Summary, report
 from avq_diffusers.hosts.routing import check_route
 from avq_diffusers.hosts.sources import (
+    CONFIG_FIELDS,
     WITHOUT_CODEBOOKS,
     AVQSource,
+    check_known,
     check_source,
     make_states,
+    resolved_source,
     states_of_config,
 )
 from avq_diffusers.hosts.state import AttentionFunction, LayerState, disabled
+from avq_diffusers.hosts.unet import UNET, prepare
 
 
 def apply_avq(
     pipe: AnyModel,
-    source: AVQSource | ErrorProfile | None = None,
+    source: AVQSource | ErrorProfile | str | None = None,
     *,
     tolerance: float | None = None,
     prompt: str | Sequence[str] | None = None,
     pixel_values: Tensor | Sequence[Tensor] | None = None,
     backend: str = "auto",
     route: str | int = "fastest",
-    **measurement: Any,
+    **options: Any,
 ) -> AnyModel:
     """Run the self-attention of a model with AVQ.
 
@@ -100,10 +105,10 @@ def apply_avq(
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, one of these models, or a vision model of
             transformers (ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and similar, with any head).
-        source: an `AVQConfig` of sizes and levels, `AVQCodebooks` of this model (UNets and vision
-            models), or the `ErrorProfile` of an earlier measurement, which needs a tolerance. None
-            is M64P16C8 at the finest level with self-attention, and M128P32C8E1024 in diffusers
-            transformers.
+        source: an `AVQConfig` of sizes and levels or its string, such as `"M64P16C8"`,
+            `AVQCodebooks` of this model (UNets and vision models), or the `ErrorProfile` of an
+            earlier measurement, which needs a tolerance. None is M64P16C8 at the finest level with
+            self-attention, and M128P32C8E1024 in diffusers transformers.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
             exact attention's, such as 0.02.
         prompt: one or more prompts to measure on; needs a pipeline. Use four or more for the
@@ -114,15 +119,17 @@ def apply_avq(
             tokens, according to a table in the package, or a measurement at the first such call,
             which takes at most about 3 s with a progress bar and is cached in the user's cache
             folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.
-        **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
+        **options: fields of `AVQConfig`, such as `levels=(0, 1)` or `num_refined=8`, which replace
+            those of `source`. With a tolerance also further arguments of `measure_error`, such as
+            `height=1024, width=1024`.
 
     Returns:
         `pipe`.
 
     Raises:
-        TypeError: AVQ does not know the model, `source` or `tolerance` has the wrong type, a
-            tolerance lacks examples to measure on, or measurement arguments come without a
-            tolerance.
+        TypeError: AVQ does not know the model, `source` or `tolerance` has the wrong type, an
+            argument is unknown, a tolerance lacks examples to measure on, or measurement arguments
+            come without a tolerance.
         ValueError: codebooks, profile or configuration do not fit the model, backend or route is
             unknown, the UNet has LinFusion layers, the transformer runs in context parallel, or the
             tolerance is not above 0.
@@ -134,7 +141,13 @@ def apply_avq(
         hosted.host.refuse(hosted.model)
     host = models[0].host
     examples = as_examples(prompt, pixel_values, host)
-    source = _resolved(pipe, host, source, tolerance, examples, measurement)
+    config_fields = {name: options.pop(name) for name in CONFIG_FIELDS & options.keys()}
+    _check_options(pipe, host, options)
+    if isinstance(source, ErrorProfile) and config_fields:
+        raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(config_fields)}.")
+    if config_fields or isinstance(source, str):
+        source = resolved_source(source, config_fields, host.default_config(models[0].model))
+    source = _resolved(pipe, host, source, tolerance, examples, options)
     profile = source if isinstance(source, ErrorProfile) else None
     if isinstance(source, AVQCodebooks):
         if not host.takes_codebooks:
@@ -168,6 +181,18 @@ def apply_avq(
         if profile is not None and allocation is not None:
             note_allocation(named, profile, allocation)
     return pipe
+
+
+def _check_options(
+    pipe: DiffusionPipeline | nn.Module, host: Host, options: Mapping[str, Any]
+) -> None:
+    """Refuse options that neither `measure_error` nor the call that it measures takes."""
+    run = inspect.signature(pipe.__call__ if host.has_prompts else pipe.forward).parameters
+    measuring = inspect.signature(measure_error).parameters.keys() - {"pipe", "examples", "config"}
+    known = {*inspect.signature(apply_avq).parameters, *CONFIG_FIELDS, *run, *measuring}
+    # A wrapper's signature is opaque, and some models accept any name.
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in run.values())
+    check_known("apply_avq", options, known, is_open=is_open)
 
 
 def _resolved(
@@ -242,7 +267,9 @@ def avq_disabled(pipe: DiffusionPipeline | nn.Module) -> Iterator[None]:
     Raises:
         TypeError: AVQ does not know the model.
     """
-    states = [state for hosted in all_models_of(pipe) for state in hosted.states.values()]
+    states = [
+        state for hosted in _prepared(all_models_of(pipe)) for state in hosted.states.values()
+    ]
     with disabled(states):
         yield
 
@@ -306,7 +333,15 @@ def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
     Raises:
         TypeError: AVQ does not know the model.
     """
-    return report(all_models_of(pipe))
+    return report(_prepared(all_models_of(pipe)))
+
+
+def _prepared(models: list[Hosted]) -> list[Hosted]:
+    """These models, after AVQ was applied to UNets that carry an `AVQProcessor` set by hand."""
+    for hosted in models:
+        if hosted.host is UNET:
+            prepare(hosted.model)
+    return models
 
 
 def states_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerSpec, LayerState]:
@@ -316,7 +351,8 @@ def states_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerSpec, LayerState
         TypeError: `pipe` has no model that AVQ knows.
         ValueError: there are none.
     """
-    states = _by_full_name({hosted: hosted.states for hosted in models_of(pipe)})
+    models = _prepared(models_of(pipe))
+    states = _by_full_name({hosted: hosted.states for hosted in models})
     if not states:
         kind = models_of(pipe)[0].host.kind
         raise ValueError(f"this {kind} has no AVQ layer; call apply_avq(pipe) first.")

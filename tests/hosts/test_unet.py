@@ -15,6 +15,7 @@ from tiny import (
     own_codebooks,
     predict,
     random_codebooks,
+    sdxl_pipe,
     sdxl_unet,
     tiny_pipe,
     tiny_unet,
@@ -199,7 +200,7 @@ class TestOneInstanceOnAllLayers:
     def test_equals_apply(self, unet, codebooks):
         """Catches an instance that runs AVQ where there is no codebook, and one that stays."""
         exact, before = predict(unet), unet.attn_processors
-        default = predict(apply_avq(unet))
+        default = predict(apply_avq(unet, levels=(0, 1)))
         unet.set_attn_processor(AVQProcessor(unet=unet))
         assert torch.equal(predict(unet), default)
         expected = predict(apply_avq(unet, codebooks))
@@ -227,26 +228,139 @@ class TestOneInstanceOnAllLayers:
         assert list(unet.state_dict()) == before
 
     @pytest.mark.parametrize("has_codebooks", [True, False])
-    def test_a_stray_instance(self, unet, codebooks, has_codebooks):
-        """Catches a silent exact run where the user asked for AVQ, and advice that leads nowhere:
-        a processor of ours kept as the one to hand over to, which then calls itself."""
+    def test_replaced_before_the_first_call(self, unet, codebooks, has_codebooks):
+        """Catches a processor of ours kept as the one to hand over to, which then calls itself."""
         expected = predict(unet)
         wanted = predict(apply_avq(copy.deepcopy(unet), codebooks))
-        stray = AVQProcessor(codebooks if has_codebooks else None)
         for follow, output in (
             (lambda: apply_avq(unet, codebooks), wanted),
             (lambda: unet.set_attn_processor(AVQProcessor(codebooks, unet=unet)), wanted),
             (lambda: remove_avq(unet), expected),
         ):
-            unet.set_attn_processor(stray)
-            if has_codebooks and output is expected:
-                remove_avq(unet).set_attn_processor(stray)
-                with pytest.raises(RuntimeError, match=r"not prepared for its AVQProcessor; use a"):
-                    predict(unet)
+            unet.set_attn_processor(AVQProcessor(codebooks if has_codebooks else None))
             follow()
             assert torch.equal(predict(unet), output)
             with avq_disabled(unet):
                 assert torch.equal(predict(unet), expected)
+
+
+TINY = {"num_parents": 4, "num_children": 2, "num_refined": 2, "query_tile": 16}
+
+
+def waits():
+    """Whether a hook on all modules is left."""
+    return bool(torch.nn.modules.module._global_forward_pre_hooks)
+
+
+class TestSetOnAStockUNet:
+    """`unet.set_attn_processor(AVQProcessor(...))`, and no other line."""
+
+    @pytest.mark.parametrize(
+        ("processor", "source"),
+        [
+            (lambda: AVQProcessor(route="always", **TINY), AVQConfig(levels=(0, 1), **TINY)),
+            (lambda: AVQProcessor("M4P2C2", route="always", levels=(1,), query_tile=16),
+             AVQConfig(levels=(1,), **TINY)),
+            (lambda: AVQProcessor(AVQConfig(**TINY), route="always"), AVQConfig(**TINY)),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("compiled", ["no", "wrapped", "in place"])
+    def test_equals_apply(self, unet, processor, source, compiled):
+        """Catches a first call that runs exact, in part or as a whole, and a lasting hook."""
+        exact, before = predict(unet), {n: type(p) for n, p in unet.attn_processors.items()}
+        expected = predict(apply_avq(copy.deepcopy(unet), source, route="always"))
+        unet.set_attn_processor(processor())
+        called = unet
+        if compiled == "wrapped":
+            called = torch.compile(unet, backend="eager")
+        elif compiled == "in place":
+            unet.compile(backend="eager")
+        assert torch.equal(predict(called), expected)
+        assert not torch.equal(expected, exact)
+        assert not waits()
+        assert {row.level for row in summary(unet).rows if row.config} == {*source.levels}
+        with avq_disabled(unet):
+            assert torch.equal(predict(called), exact)
+        assert torch.equal(predict(remove_avq(unet)), exact)
+        assert {n: type(p) for n, p in unet.attn_processors.items()} == before
+
+    def test_default(self, unet):
+        """Levels 0 and 1; what reports and switches does not wait for a call."""
+        unet.set_attn_processor(AVQProcessor())
+        assert {row.level for row in summary(unet).rows if row.config == "M64P16C8"} == {0, 1}
+        assert not waits()
+
+    def test_codebooks(self, unet, codebooks):
+        expected = predict(apply_avq(copy.deepcopy(unet), codebooks))
+        unet.set_attn_processor(AVQProcessor(codebooks))
+        assert torch.equal(predict(unet), expected)
+
+    def test_over_earlier_avq(self, unet):
+        """Catches an earlier configuration that stays, on a UNet prepared in any way."""
+        source = AVQConfig(levels=(0, 1), **TINY)
+        expected = predict(apply_avq(copy.deepcopy(unet), source, route="always"))
+        for prepare in (
+            lambda: apply_avq(unet, "M8P4C2"),
+            lambda: unet.set_attn_processor(AVQProcessor("M8P4C2", unet)),
+            lambda: predict(unet) if unet.set_attn_processor(AVQProcessor("M8P4C2")) else None,
+        ):
+            prepare()
+            unet.set_attn_processor(AVQProcessor(source, route="always"))
+            assert torch.equal(predict(unet), expected)
+
+    def test_some_layers(self, unet):
+        """Catches AVQ in layers that were given another processor."""
+        chosen = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+        unet.set_attn_processor({
+            name: AVQProcessor(**TINY) if name.startswith(chosen) else AttnProcessor2_0()
+            for name in unet.attn_processors
+        })  # fmt: skip
+        assert [row.name for row in summary(unet).rows if row.config] == [chosen]
+
+    def test_copies_and_files(self, unet, tmp_path):
+        """Catches a copy, made before or after the first call, that loses AVQ or keeps the hook."""
+        source = AVQConfig(levels=(0, 1), **TINY)
+        expected = predict(apply_avq(copy.deepcopy(unet), source, route="always"))
+        unet.set_attn_processor(AVQProcessor(source, route="always"))
+        early = copy.deepcopy(unet)
+        assert torch.equal(predict(unet), expected)
+        assert torch.equal(predict(early), expected)
+        assert torch.equal(predict(copy.deepcopy(unet)), expected)
+        assert not waits()
+        unet.save_pretrained(tmp_path)
+        assert torch.equal(predict(type(unet).from_pretrained(tmp_path)), predict(remove_avq(unet)))
+
+    def test_unused_processors_leave_nothing(self):
+        processor = AVQProcessor()
+        assert waits()
+        del processor
+        assert not waits()
+
+    def test_sdxl(self):
+        """Level 0 of SDXL has no self-attention; its pipeline calls the UNet with more inputs."""
+        pipe = sdxl_pipe()
+        pipe.unet.set_attn_processor(AVQProcessor(route="always", **TINY))
+        pipe("a fox", num_inference_steps=1, output_type="latent")
+        assert {row.level for row in summary(pipe).rows if row.calls.get("AVQ")} == {1}
+
+    def test_refused(self, unet):
+        """Catches exact attention without a word where a processor cannot prepare a model."""
+        processor = AVQProcessor(**TINY)
+        unet.set_attn_processor(processor)
+        predict(unet)
+        other = tiny_unet()
+        other.set_attn_processor(processor)
+        with pytest.raises(RuntimeError, match="set a new one on each UNet"):
+            predict(other)
+        with pytest.raises(TypeError, match="takes no argument num_parent; did you mean num_p"):
+            AVQProcessor(num_parent=4)
+        names = iter(range(9, 99))
+        other.set_attn_processor(
+            {name: AVQProcessor(num_parents=next(names), num_refined=2)
+             for name in other.attn_processors}
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="a UNet takes one AVQProcessor, but its layers carry"):
+            predict(other)
 
 
 @pytest.mark.parametrize("make", [tuned_codebooks, own_config])
@@ -270,32 +384,19 @@ def test_the_owners_line(pipe, make):
     assert set(unet.attn_processors.values()) == {processor}
 
 
-class TestWithoutState:
-    def test_is_the_exact_processor(self, unet):
-        """Catches a zero-argument instance, as IP-Adapter makes them, that loses an argument."""
-        mask = torch.tensor([[1, 1, 1, 0, 0]])
-        plain, masked = predict(unet), predict(unet, encoder_attention_mask=mask)
-        assert not torch.equal(plain, masked)
-        unet.set_attn_processor(AVQProcessor())
-        assert torch.equal(predict(unet), plain)
-        assert torch.equal(predict(unet, encoder_attention_mask=mask), masked)
-        assert isinstance(AVQProcessor(), AttnProcessor2_0)
-
-    def test_vae_attention(self):
-        """Catches 4-dimensional inputs, group norm and residual lost on the way, and `temb`, which
-        the spatial norm reads."""
-        vae = VQModel(block_out_channels=(32,), norm_type="spatial").eval()
-        latents = torch.randn(1, 3, 6, 5)
-        with torch.no_grad():
-            expected = vae.decode(latents).sample
-            vae.decoder.mid_block.attentions[0].set_processor(AVQProcessor())
-            assert torch.equal(vae.decode(latents).sample, expected)
+def test_vae_attention_is_refused():
+    vae = VQModel(block_out_channels=(32,)).eval()
+    vae.decoder.mid_block.attentions[0].set_processor(AVQProcessor())
+    with pytest.raises(RuntimeError, match="prepares the first UNet that is called with it"):
+        vae.decode(torch.randn(1, 3, 6, 5))
 
 
 @pytest.mark.parametrize(
     ("source", "arguments", "error", "message"),
     [
-        ("M64P16C8", {}, TypeError, "expected AVQCodebooks, an AVQConfig or nothing, but got str."),
+        (8, {}, TypeError, "expected AVQCodebooks, an AVQConfig, a string such as 'M64P16C8' or"),
+        ("M64P", {}, ValueError, "expected a configuration such as M64P16C8 or M256, but got"),
+        (None, {"level": 1}, TypeError, "takes no argument level; did you mean levels?"),
         (
             AVQConfig(codewords="stored"),
             {},
