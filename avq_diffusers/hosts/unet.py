@@ -435,7 +435,6 @@ def _is_unprepared(attn: Attention) -> bool:
     processor = attn.processor
     return not processor.is_prepared and (
         not hasattr(attn, ATTRIBUTE)
-        or attn.is_cross_attention
         or processor.source is not None
         or bool(processor.config_fields)
     )

@@ -143,9 +143,11 @@ def apply_avq(
     examples = as_examples(prompt, pixel_values, host)
     config_fields = {name: options.pop(name) for name in CONFIG_FIELDS & options.keys()}
     _check_options(pipe, host, options)
-    if isinstance(source, ErrorProfile) and config_fields:
-        raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(config_fields)}.")
-    if config_fields or isinstance(source, str):
+    if isinstance(source, ErrorProfile):
+        if config_fields:
+            names = ", ".join(config_fields)
+            raise TypeError(f"an ErrorProfile is already measured; drop {names}.")
+    elif config_fields or isinstance(source, str):
         source = resolved_source(source, config_fields, host.default_config(models[0].model))
     source = _resolved(pipe, host, source, tolerance, examples, options)
     profile = source if isinstance(source, ErrorProfile) else None
