@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers.attention import reference, self_check, torch_backward, torch_forward
+from avq_diffusers.attention.flops import backward_flops, forward_flops
 from avq_diffusers.attention.limits import LIMITS, faults, kind_of_call, obstacles
 from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
 from avq_diffusers.attention.triton import codewords as tables
@@ -463,6 +465,24 @@ for _operation, _by_kernels in ((_attention, False), (_kernel_attention, True)):
     _operation.register_autograd(
         partial(_backward, by_kernels=_by_kernels), setup_context=_save_inputs
     )
+
+
+def _shapes_of(arguments: Sequence[Any]) -> tuple[Any, int, int, Spec]:
+    """The arguments of `forward_flops`, of an operator's arguments with shapes for tensors."""
+    *shapes, numbers, scale = arguments
+    call = Tensors(*shapes)
+    num_sinks = 0 if call.sink_key is None else call.sink_key[2]
+    return call.query, call.key[2], num_sinks, Spec.of_numbers(numbers, scale)
+
+
+@register_flop_formula([x._opoverload.overloadpacket for x in (_attention, _kernel_attention)])
+def _(*arguments: Any, **others: Any) -> int:
+    return forward_flops(*_shapes_of(arguments))
+
+
+@register_flop_formula(_attention_backward._opoverload.overloadpacket)
+def _(grad_output: Any, *arguments: Any, **others: Any) -> int:
+    return backward_flops(*_shapes_of(arguments[:-2]))
 
 
 @torch.library.custom_op("avq_diffusers::quantize", mutates_args=())

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.flops import forward_flops
+from avq_diffusers.attention.spec import Spec
 from avq_diffusers.hosts.reading import read_once
 from avq_diffusers.hosts.state import orders
 
@@ -131,6 +134,15 @@ def masked_attention(
 @masked_attention.register_fake
 def _(query: Tensor, *others: Any, **options: Any) -> Tensor:
     return query.new_empty(query.shape)
+
+
+@register_flop_formula(masked_attention._opoverload.overloadpacket)
+def _(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> int:
+    (batch, queries, heads, dim), (start, stop) = query, others[2:4]
+    names = Spec._fields[:-2]
+    spec = Spec(**{name: options[name] for name in names}, means=True, scale=1.0)
+    shape = batch, heads, queries, dim
+    return forward_flops(shape, stop - start, key[1] - (stop - start), spec)
 
 
 def read_groups(

@@ -10,7 +10,9 @@ from cases import OPTIONS, call_of, make_case, relative_error, stored_attention
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from avq_diffusers import avq_attention
 from avq_diffusers.attention import limits
 from avq_diffusers.attention.api import BACKENDS, attention_and_backend, resolve_backend
 from avq_diffusers.attention.limits import obstacles
@@ -383,3 +385,33 @@ def test_a_trace_keeps_its_order_of_queries():
     assert torch.equal(traced(2 * QUERY, KEY, VALUE), attend(2 * QUERY, KEY, VALUE))
     with pytest.raises(RuntimeError, match="traced with: expected 50, but got 60"):
         traced(torch.cat([QUERY, QUERY[:, :, :10]], dim=2), KEY, VALUE)
+
+
+class TestFlops:
+    """`FlopCounterMode` counts what the operators compute."""
+
+    def count(self, run):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    @pytest.mark.parametrize(("num_children", "num_refined", "num_updates"), [(2, 3, 0), (0, 0, 1)])
+    @pytest.mark.parametrize("num_sinks", [0, 5])
+    def test_by_hand(self, num_children, num_refined, num_updates, num_sinks):
+        """Catches operators without a formula, sinks and updates left out, and heads or batch."""
+        batch, heads, num_tokens, dim = 2, 3, 100, 8
+        shape = batch, heads, num_tokens, dim
+        query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+        sinks = torch.randn(batch, heads, num_sinks, dim) if num_sinks else None
+
+        def run():
+            return avq_attention(
+                query, key, value, codewords="means", num_parents=4, num_children=num_children,
+                num_refined=num_refined, num_updates=num_updates, sink_key=sinks, sink_value=sinks,
+            )  # fmt: skip
+
+        entries = batch * heads * num_tokens * dim
+        assignment = 2 * entries * (4 * (1 + num_updates) + num_children)
+        product = 2 * entries * (4 + num_refined * num_children + num_sinks)
+        assert self.count(run) == assignment + 2 * product
+        assert self.count(lambda: run().sum().backward()) == 2 * assignment + 7 * product
