@@ -8,6 +8,7 @@ from typing import Any
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
+LARGEST_TOLERANCE = 0.5  # a larger error leaves nothing of the output; 2 meant as percent is 0.02
 LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and fill memory
 # Numbers of at most 18 digits: `int` refuses thousands of them.
@@ -235,6 +236,18 @@ def least_keys(num_parents: int, num_children: int) -> int:
 def is_within(layer: str, name: str) -> bool:
     """Whether `name` is the layer or a module that contains it."""
     return f"{layer}.".startswith(f"{name}.")
+
+
+def check_tolerance(name: str, value: float) -> None:
+    """Refuse a tolerance that is not above 0 and at most `LARGEST_TOLERANCE`; errors name `name`.
+
+    Raises:
+        ValueError: `value` is out of range.
+    """
+    if not 0 < value <= LARGEST_TOLERANCE:
+        raise ValueError(
+            f"{name} must be above 0 and at most {LARGEST_TOLERANCE}, but got {value}; 0.02 is 2 %."
+        )
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:

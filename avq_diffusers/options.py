@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.captions import read_caption_list
+from avq_diffusers.config import check_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def tolerances_of(option: str, text: str) -> tuple[float, ...]:
             f"{option} must be numbers such as 0.1 or 0.05,0.1, but got {text!r}."
         ) from error
     for tolerance in tolerances:
-        check_positive(option, tolerance)
+        check_tolerance(option, tolerance)
     return tolerances
 
 

@@ -472,7 +472,7 @@ def _shapes_of(arguments: Sequence[Any]) -> tuple[Any, int, int, Spec]:
     *shapes, numbers, scale = arguments
     call = Tensors(*shapes)
     num_sinks = 0 if call.sink_key is None else call.sink_key[2]
-    return call.query, call.key[2], num_sinks, Spec.of_numbers(numbers, scale)
+    return call.query, int(call.key[2]), int(num_sinks), Spec.of_numbers(numbers, scale)
 
 
 @register_flop_formula([x._opoverload.overloadpacket for x in (_attention, _kernel_attention)])

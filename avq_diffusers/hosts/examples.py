@@ -40,14 +40,14 @@ def checked_examples(
             raise TypeError(
                 f"{type(pipe).__name__} takes no argument {name}, only {', '.join(known)}."
             )
-    if isinstance(examples, str):
-        raise TypeError("prompts must be a sequence of strings, but got one string.")
     if not isinstance(examples, Iterable):
-        raise TypeError(f"prompts must be a sequence of strings, but got {examples!r}.")
-    prompts = list(examples)
+        raise TypeError(f"prompts must be a string or a sequence of strings, but got {examples!r}.")
+    prompts = [examples] if isinstance(examples, str) else list(examples)
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise TypeError(f"prompts must be a sequence of strings, but got {prompt!r} in it.")
+        if not prompt.strip():
+            raise ValueError("prompts must not be empty, but one is.")
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, but got none.")
     return prompts
@@ -92,7 +92,7 @@ def run_examples(
     with _quiet(pipe):
         for index, prompt in enumerate(examples):
             yield pipe(
-                prompt,
+                prompt=prompt,  # not the first argument of every pipeline
                 num_inference_steps=num_inference_steps,
                 generator=torch.Generator().manual_seed(seed + index),
                 output_type="latent",

@@ -157,13 +157,12 @@ class MeasuredLayer:
             called: share of calls that went to the layer's model.
 
         Raises:
-            RuntimeError: nothing was measured; the message says why.
+            RuntimeError: the layer did not run.
         """
-        if not self.times:
-            raise RuntimeError(
-                f"{self.layer.name} has no call that AVQ serves: "
-                f"{self.state.last_call or 'it did not run'}."
-            )
+        if self.state.last_call is None:
+            raise RuntimeError(f"{self.layer.name} did not run.")
+        if not self.times:  # no call that AVQ serves
+            return LayerEffects(self.layer, 1, {EXACT: 0.0}, {start: {} for start in output})
         every: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2 + len(self.sizes)).double())
         for (_, anchor), sums in self.sums.items():
             every[anchor] += sums

@@ -5,6 +5,7 @@ per layer. The other sizes follow from the error of the layer's own attention: t
 error on the output is proportional to it.
 """
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -164,7 +165,7 @@ def _visit(visit: Callable[[Call], None], *call: Any) -> None:
 @torch.no_grad()
 def measure_error(
     pipe: DiffusionPipeline | nn.Module,
-    examples: Sequence[str] | Tensor | Sequence[Tensor],
+    examples: str | Sequence[str] | Tensor | Sequence[Tensor],
     config: AVQConfig | None = None,
     *,
     num_inference_steps: int = 6,
@@ -205,7 +206,7 @@ def measure_error(
         ValueError: no example, step, part or layer; `config` has overrides, stored codewords or a
             key norm; attention returns NaN or infinity; a diffusers cache is enabled; or several
             parts for a pipeline, model or sampler that cannot have them.
-        RuntimeError: AVQ cannot serve any call of a layer; the message says why.
+        RuntimeError: a layer did not run.
     """
     measurement = Measurement(
         pipe,
@@ -231,7 +232,7 @@ def measure_error(
 @torch.no_grad()
 def output_errors(
     pipe: DiffusionPipeline | nn.Module,
-    examples: Sequence[str] | Tensor | Sequence[Tensor],
+    examples: str | Sequence[str] | Tensor | Sequence[Tensor],
     plans: Sequence[Plan],
     config: AVQConfig | None = None,
     *,
@@ -284,10 +285,21 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
         for hosted, layers in measured.items()
         for layer in layers
     )
+    _warn_of_unserved([layer for layers in measured.values() for layer in layers])
     shares = {start: number / total for start, number in starts.items()}
     units = {layer.unit for layers in measured.values() for layer in layers}
     unit = MILLISECONDS if MILLISECONDS in units else OPERATIONS
     return ErrorProfile(measurement.config, found, shares, weights=weights, unit=unit)
+
+
+def _warn_of_unserved(layers: Sequence[MeasuredLayer]) -> None:
+    reasons = [str(layer.state.last_call) for layer in layers if not layer.times]
+    if reasons:
+        warnings.warn(
+            f"AVQ serves no call of {len(reasons)} of {len(layers)} layers, which stay exact: "
+            f"{', '.join(sorted({*reasons}))}.",
+            stacklevel=5,
+        )
 
 
 def _coarse(layers: Iterable[MeasuredLayer]) -> Trial:

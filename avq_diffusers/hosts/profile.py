@@ -7,14 +7,13 @@ layer, and a tolerance spends time on the layers where it removes the most error
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avq_diffusers.config import AVQConfig, Sizes, check_int
+from avq_diffusers.config import AVQConfig, Sizes, check_int, check_tolerance
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.layers import LayerSpec, check_specs
 from avq_diffusers.hosts.refinement import EXACT, SizeSchedule
@@ -450,8 +449,7 @@ def checked_tolerance(tolerance: Any) -> float:
     """The tolerance as a float; raises TypeError or ValueError if it is invalid."""
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
         raise TypeError(f"tolerance must be a number such as 0.02, but got {tolerance!r}.")
-    if not 0 < tolerance <= sys.float_info.max:  # an int may be larger than any float
-        raise ValueError(f"tolerance must be above 0 and finite, but got {tolerance}.")
+    check_tolerance("tolerance", tolerance)
     return float(tolerance)
 
 

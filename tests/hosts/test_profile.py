@@ -317,8 +317,8 @@ class TestApply:
         ("make", "arguments", "error", "message"),
         [
             *(
-                (PIPE, {"tolerance": x, "prompt": PROMPT}, ValueError, f"finite, but got {x}")
-                for x in (0, -0.1, math.nan, math.inf, 10**400)
+                (PIPE, {"tolerance": x, "prompt": PROMPT}, ValueError, f"0.5, but got {x};")
+                for x in (0, -0.1, 2, math.inf, math.nan, 10**400)
             ),
             *(
                 (PIPE, {"tolerance": x, "prompt": PROMPT}, TypeError, f"number .* got {x!r}")
@@ -337,9 +337,16 @@ class TestApply:
             (VIT, {"tolerance": 0.1}, TypeError, "a tolerance needs pixel_values=... to m"),
             (PIPE, {"pixel_values": 3}, TypeError, "a UNet is measured on prompt=...; pass"),
             (PIPE, {"tolerance": 0.1, "prompt": []}, ValueError, "at least one prompt"),
-            (PIPE, {"tolerance": 0.1, "prompt": 3}, TypeError, "be a sequence of strings"),
-            (PIPE, {"tolerance": 1, "prompt": PROMPT, "hight": 8}, TypeError, "ument hight"),
-            (PIPE, {"tolerance": 1, "prompt": PROMPT, "source": "M4"}, TypeError, "got str"),
+            (PIPE, {"tolerance": 0.1, "prompt": 3}, TypeError, "a string or a sequence of strings"),
+            (PIPE, {"tolerance": 0.1, "prompt": ["a", ""]}, ValueError, "must not be empty"),
+            (
+                PIPE,
+                {"tolerance": 0.1, "prompt": PROMPT, "hight": 8},
+                TypeError,
+                "did you mean heig",
+            ),
+            (PIPE, {"prompts": PROMPT}, TypeError, "takes no argument prompts; did you mean promp"),
+            (PIPE, {"tolerance": 0.1, "prompt": PROMPT, "source": 4}, TypeError, "got int"),
         ],
     )
     def test_bad_arguments(self, make, arguments, error, message):
