@@ -51,6 +51,11 @@ CUSTOM_DIFFUSION = (
     CustomDiffusionAttnProcessor2_0,
     CustomDiffusionXFormersAttnProcessor,
 )
+# They multiply scores by `attn.scale`; the others always by 1 / sqrt(head dim).
+SCALING_PROCESSORS = (
+    *(AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor, IPAdapterAttnProcessor),
+    *(CustomDiffusionAttnProcessor, CustomDiffusionXFormersAttnProcessor),
+)
 SPATIAL_TRANSFORMERS = (Transformer2DModel, TransformerSpatioTemporalModel)
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # Other tools replace these to act on every layer's attention.
@@ -232,12 +237,11 @@ def _has_other_scores(attn: Attention) -> bool:
 
 
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
-    weights = state.weights
-    output = state.attend(
-        weights.project_heads(attn, "to_q", hidden_states),
-        weights.project_heads(attn, "to_k", hidden_states),
-        weights.project_heads(attn, "to_v", hidden_states),
-    )
+    weights, replaced = state.weights, type(state.previous.processor)
+    is_fused = replaced is FusedAttnProcessor2_0
+    query, key, value = weights.project_heads(attn, hidden_states, is_fused=is_fused)
+    scale = attn.scale if replaced in SCALING_PROCESSORS else None
+    output = state.attend(query, key, value, scale=scale)
     output = output.transpose(1, 2).flatten(2)
     output = project(attn.to_out[0], "to_out.0", output, weights.projection_changes)
     output = attn.to_out[1](output)
