@@ -94,6 +94,8 @@ class LayerState(Replaced):
         last_call: the kind of the last call.
         last_backend: the backend of the last AVQ call.
         function: computes attention in measurements and training; None is AVQ.
+        bypassed_by: the processor class that computed the last call's attention out of AVQ's sight;
+            None if none did.
         usual_backend: diffusers' backend when AVQ was applied; None for models outside diffusers.
     """
 
@@ -122,6 +124,7 @@ class LayerState(Replaced):
         self.last_call: str | None = None
         self.last_backend: str | None = None
         self.function: AttentionFunction | None = None
+        self.bypassed_by: type | None = None
         self.usual_backend: AttentionBackendName | None = None
 
     def __getstate__(self) -> dict[str, Any]:
