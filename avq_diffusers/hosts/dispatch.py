@@ -39,6 +39,7 @@ from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_att
 # Names of a block's self-attention and joint attention; cross-attention is named differently.
 SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")
 OTHER_KEYS = "other keys than queries"
+NO_VALUES = "tensors on meta, whose grid has no values to read"
 
 # Exact attention without PyTorch's function, where AVQ would take over.
 BYPASSING_PROCESSORS = (
@@ -350,7 +351,8 @@ class TransformerWatch(Watch):
         family = _family(caller)
         assert family is not None
         arguments = named_arguments(type(caller), args, kwargs)
-        grid, tokens = family.read(caller.config, arguments), family.hidden_states(arguments)
+        tokens = family.hidden_states(arguments)
+        grid = NO_VALUES if tokens.is_meta else family.read(caller.config, arguments)
         beside = {"": 0}
         if not isinstance(grid, str):
             beside = family.num_beside(arguments, prod(grid))

@@ -281,13 +281,12 @@ class LayerState(Replaced):
     def workload(self, hidden_states: Tensor, sizes: Sizes) -> Workload:
         """The workload for this batch, dtype and sizes."""
         device = hidden_states.device.type
-        is_autocast = torch.is_autocast_enabled(device)
         return Workload(
             batch_heads=next_power_of_two(int(hidden_states.shape[0]) * self.num_heads),
             head_dim=self.head_dim,
             sizes=sizes,
             query_tile=self.config.query_tile,
-            dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
+            dtype=_autocast_dtype(device) or hidden_states.dtype,
             num_updates=self.config.num_updates,
         )
 
@@ -400,10 +399,16 @@ def with_sinks(
 
 def as_attended(tokens: Tensor) -> Tensor:
     """Convert to the dtype that autocast uses for attention."""
-    device = tokens.device.type
-    if not torch.is_autocast_enabled(device):
-        return tokens
-    return tokens.to(torch.get_autocast_dtype(device))
+    dtype = _autocast_dtype(tokens.device.type)
+    return tokens if dtype is None else tokens.to(dtype)
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on this type of device; None outside autocast."""
+    has_autocast = device != "meta"
+    if has_autocast and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
 
 
 @contextmanager
