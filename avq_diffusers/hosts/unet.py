@@ -64,6 +64,7 @@ FOR_UNETS = (
     "AVQProcessor only serves UNets, but was set on a transformer, which lost its own processors; "
     "reload the transformer and call apply_avq(pipe)."
 )
+NO_LAYERS = "AVQ runs in the self-attention of a UNet's spatial transformers, but this {} has none."
 OTHER_SCORES = "get_attention_scores is replaced"
 
 
@@ -146,6 +147,10 @@ class AVQProcessor(AttnProcessor2_0):
                         attn._avq = ReplacedModule(_previous(attn.processor))
                     else:
                         vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+
+    def __repr__(self) -> str:
+        """What diffusers shows where it refuses a processor that is not its own."""
+        return "AVQProcessor; call remove_avq(pipe) first to set other processors"
 
     def __call__(
         self,
@@ -298,6 +303,8 @@ class UNetHost(Host):
         return layers
 
     def refuse(self, model: nn.Module) -> None:
+        if not self.layers(model):
+            raise ValueError(NO_LAYERS.format(type(model).__name__))
         if any(getattr(layer.attn.processor, "replaced", ()) for layer in self.layers(model)):
             raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
 
