@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 from transformers import (
+    Aimv2VisionConfig,
+    Aimv2VisionModel,
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
@@ -69,6 +71,7 @@ FAMILIES = {
     "dinov3": (sized(DINOv3ViTModel, DINOv3ViTConfig, WIDE | {"num_register_tokens": 4}), 5),
     "dpt": (sized(DPTForSemanticSegmentation, DPTConfig, WIDE | DPT), 1),
     "clip": (sized(CLIPVisionModel, CLIPVisionConfig, WIDE), 1),
+    "aimv2": (sized(Aimv2VisionModel, Aimv2VisionConfig, WIDE | {"is_native": True}), 0),
     "siglip": (sized(SiglipVisionModel, SiglipVisionConfig, WIDE), 0),
 }
 

@@ -18,6 +18,14 @@ from diffusers.models.attention_dispatch import (
     _AttentionBackendRegistry,
     dispatch_attention_fn,
 )
+from diffusers.models.attention_processor import (
+    AttnAddedKVProcessor,
+    AttnProcessor,
+    SlicedAttnAddedKVProcessor,
+    SlicedAttnProcessor,
+    XFormersAttnAddedKVProcessor,
+    XFormersAttnProcessor,
+)
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +39,13 @@ from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_att
 # Names of a block's self-attention and joint attention; cross-attention is named differently.
 SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")
 OTHER_KEYS = "other keys than queries"
+NO_VALUES = "tensors on meta, whose grid has no values to read"
+
+# Exact attention without PyTorch's function, where AVQ would take over.
+BYPASSING_PROCESSORS = (
+    *(AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor),
+    *(AttnAddedKVProcessor, SlicedAttnAddedKVProcessor, XFormersAttnAddedKVProcessor),
+)
 
 # Not a member of the Enum, which lists what users can name.
 AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq_layer")
@@ -54,8 +69,9 @@ class Previous(NamedTuple):
     is_own: bool
 
 
-# The layer that is running.
+# The layer that is running, and whether it has called attention.
 _present: PerThread[LayerState | None] = PerThread(None, shared=False)
+_attended: PerThread[bool] = PerThread(False, shared=False)
 
 
 def _begin(attn: Any, args: Any) -> None:
@@ -63,14 +79,34 @@ def _begin(attn: Any, args: Any) -> None:
     state = getattr(attn, ATTRIBUTE, None)
     _present.set(state)
     if state is not None and not state.previous.is_dispatched:
+        _attended.set(False)
         _IN_PLACE_OF_TORCH.__enter__()
 
 
 def _end(attn: Any, args: Any, output: Any) -> None:
     """The hook after a layer that is not on the dispatch, even if it failed."""
-    if _present.get() is not None:  # otherwise a hook before `_begin` failed
+    state = _present.get()
+    if state is not None:  # otherwise a hook before `_begin` failed
         _IN_PLACE_OF_TORCH.__exit__(None, None, None)
+        if output is not None and not torch.compiler.is_compiling():
+            _note_bypass(attn, state)
     _present.set(None)
+
+
+def _note_bypass(attn: Any, state: LayerState) -> None:
+    """Record whether the layer's processor has computed attention without PyTorch's function."""
+    if _attended.get():
+        state.bypassed_by = None
+    elif not _bypasses(attn, state):
+        state.bypassed_by = type(attn.processor)
+        state.count(type(attn.processor).__name__)
+
+
+def _bypasses(attn: Any, state: LayerState | None) -> bool:
+    """Whether the layer's processor is known to compute attention without PyTorch's function."""
+    processor = type(attn.processor)
+    is_known = processor in BYPASSING_PROCESSORS
+    return is_known or (state is not None and processor is state.bypassed_by)
 
 
 def _avq_attention(
@@ -147,6 +183,8 @@ def _attend(
     state = _present.get()
     if state is None:
         return None
+    if not torch.compiler.is_compiling():
+        _attended.set(True)
     grid = _grid(state, key)
     reason = _exact_because(state, query, key, grid, is_plain, parallel_config)
     groups = _groups(mask, query, key, value, grid) if reason is None else None
@@ -279,6 +317,8 @@ class DispatchHost(Host):
     def other_attention(self, layer: Layer) -> Other | None:
         processor, backend, state = layer.attn.processor, _backend_of(layer.attn), layer.avq_state
         is_dispatched = state is None or state.previous.is_dispatched
+        if not is_dispatched and _bypasses(layer.attn, state):
+            return Other(type(processor).__name__, type(processor) in BYPASSING_PROCESSORS)
         if backend is AVQ_BACKEND or not is_dispatched:
             return None
         if backend is None:
@@ -311,7 +351,8 @@ class TransformerWatch(Watch):
         family = _family(caller)
         assert family is not None
         arguments = named_arguments(type(caller), args, kwargs)
-        grid, tokens = family.read(caller.config, arguments), family.hidden_states(arguments)
+        tokens = family.hidden_states(arguments)
+        grid = NO_VALUES if tokens.is_meta else family.read(caller.config, arguments)
         beside = {"": 0}
         if not isinstance(grid, str):
             beside = family.num_beside(arguments, prod(grid))
@@ -320,6 +361,11 @@ class TransformerWatch(Watch):
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:
         super().end(caller, args, output)
         _present.set(None)
+        if torch.compiler.is_compiling():
+            return
+        states = [layer.avq_state for layer in self.layers]
+        if any(state is not None and state.bypassed_by is not None for state in states):
+            self.others.warn()
 
 
 DISPATCH = DispatchHost()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.hosts.projection import project
 
+PROJECTIONS = ("to_q", "to_k", "to_v")  # in the order of `to_qkv`
+
 
 class LayerWeights:
     """Codebook, key norm and projection changes of one layer.
@@ -40,15 +42,26 @@ class LayerWeights:
         """Whether there are tensors that must be on the device of a call."""
         return self.stored_codebook is not None or self.stored_changes is not None
 
-    def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
-        """Queries, keys or values for AVQ: (B, H, N, D) view of (B, N, H, D) memory.
+    def project_heads(
+        self, attn: Attention, hidden_states: Tensor, *, is_fused: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values for AVQ: (B, H, N, D), views of (B, N, ..., D) memory.
 
-        `name` is `"to_q"`, `"to_k"` or `"to_v"`; hidden_states is (B, N, channels). The key norm
-        applies to keys.
+        hidden_states is (B, N, channels). `is_fused` is whether the layer computes with the
+        projection `to_qkv` of diffusers' `fuse_projections`. The key norm applies to keys.
         """
-        projected = project(getattr(attn, name), name, hidden_states, self.projection_changes)
-        heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-        return self.normed(heads) if name == "to_k" else heads
+        changes = self.projection_changes
+        if is_fused:
+            if changes is not None:
+                weights = [changes[f"{name}.weight"] for name in PROJECTIONS]
+                changes = {"to_qkv.weight": torch.cat(weights)}
+            projected = project(attn.to_qkv, "to_qkv", hidden_states, changes).chunk(3, dim=-1)
+        else:
+            projected = tuple(
+                project(getattr(attn, name), name, hidden_states, changes) for name in PROJECTIONS
+            )
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in projected)
+        return query, self.normed(key), value
 
     def normed(self, key: Tensor) -> Tensor:
         """The keys (B, H, N, D), after the key norm if there is one."""

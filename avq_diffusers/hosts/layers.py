@@ -95,10 +95,8 @@ def chosen_layers(
     wanted = present if levels is None else levels
     absent = [level for level in wanted if level not in present]
     if absent:
-        raise ValueError(
-            f"this model has no self-attention at level {_join(absent)}, only at levels "
-            f"{_join(present) or '(none)'}."
-        )
+        others = f"only at levels {_join(present)}" if present else "and none that AVQ serves"
+        raise ValueError(f"this model has no self-attention at level {_join(absent)}, {others}.")
     layers = [layer for layer in layers if layer.level in wanted]
     place = f"of this model at the levels {_join(wanted)}"
     for name in exact:

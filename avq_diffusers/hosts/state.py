@@ -94,6 +94,8 @@ class LayerState(Replaced):
         last_call: the kind of the last call.
         last_backend: the backend of the last AVQ call.
         function: computes attention in measurements and training; None is AVQ.
+        bypassed_by: the processor class that computed the last call's attention out of AVQ's sight;
+            None if none did.
         usual_backend: diffusers' backend when AVQ was applied; None for models outside diffusers.
     """
 
@@ -122,6 +124,7 @@ class LayerState(Replaced):
         self.last_call: str | None = None
         self.last_backend: str | None = None
         self.function: AttentionFunction | None = None
+        self.bypassed_by: type | None = None
         self.usual_backend: AttentionBackendName | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -278,13 +281,12 @@ class LayerState(Replaced):
     def workload(self, hidden_states: Tensor, sizes: Sizes) -> Workload:
         """The workload for this batch, dtype and sizes."""
         device = hidden_states.device.type
-        is_autocast = torch.is_autocast_enabled(device)
         return Workload(
             batch_heads=next_power_of_two(int(hidden_states.shape[0]) * self.num_heads),
             head_dim=self.head_dim,
             sizes=sizes,
             query_tile=self.config.query_tile,
-            dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
+            dtype=_autocast_dtype(device) or hidden_states.dtype,
             num_updates=self.config.num_updates,
         )
 
@@ -397,10 +399,16 @@ def with_sinks(
 
 def as_attended(tokens: Tensor) -> Tensor:
     """Convert to the dtype that autocast uses for attention."""
-    device = tokens.device.type
-    if not torch.is_autocast_enabled(device):
-        return tokens
-    return tokens.to(torch.get_autocast_dtype(device))
+    dtype = _autocast_dtype(tokens.device.type)
+    return tokens if dtype is None else tokens.to(dtype)
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on this type of device; None outside autocast."""
+    has_autocast = device != "meta"
+    if has_autocast and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
 
 
 @contextmanager

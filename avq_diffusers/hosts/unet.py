@@ -71,6 +71,11 @@ CUSTOM_DIFFUSION = (
     CustomDiffusionAttnProcessor2_0,
     CustomDiffusionXFormersAttnProcessor,
 )
+# They multiply scores by `attn.scale`; the others always by 1 / sqrt(head dim).
+SCALING_PROCESSORS = (
+    *(AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor, IPAdapterAttnProcessor),
+    *(CustomDiffusionAttnProcessor, CustomDiffusionXFormersAttnProcessor),
+)
 SPATIAL_TRANSFORMERS = (Transformer2DModel, TransformerSpatioTemporalModel)
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # Other tools replace these to act on every layer's attention.
@@ -83,6 +88,7 @@ UNPREPARED = (
     "an AVQProcessor prepares the first UNet that is called with it; set a new one on each UNet, "
     "and use apply_avq for a block that is called by itself."
 )
+NO_LAYERS = "AVQ runs in the self-attention of a UNet's spatial transformers, but this {} has none."
 OTHER_SCORES = "get_attention_scores is replaced"
 # Levels of a processor without a configuration.
 PROCESSOR_LEVELS = (0, 1)
@@ -191,6 +197,10 @@ class AVQProcessor(AttnProcessor2_0):
         if not self.is_prepared:
             _await_call(self)
 
+    def __repr__(self) -> str:
+        """What diffusers shows where it refuses a processor that is not its own."""
+        return "AVQProcessor; call remove_avq(pipe) first to set other processors"
+
     def __call__(
         self,
         attn: Attention,
@@ -276,12 +286,11 @@ def _has_other_scores(attn: Attention) -> bool:
 
 
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
-    weights = state.weights
-    output = state.attend(
-        weights.project_heads(attn, "to_q", hidden_states),
-        weights.project_heads(attn, "to_k", hidden_states),
-        weights.project_heads(attn, "to_v", hidden_states),
-    )
+    weights, replaced = state.weights, type(state.previous.processor)
+    is_fused = replaced is FusedAttnProcessor2_0
+    query, key, value = weights.project_heads(attn, hidden_states, is_fused=is_fused)
+    scale = attn.scale if replaced in SCALING_PROCESSORS else None
+    output = state.attend(query, key, value, scale=scale)
     output = output.transpose(1, 2).flatten(2)
     output = project(attn.to_out[0], "to_out.0", output, weights.projection_changes)
     output = attn.to_out[1](output)
@@ -338,6 +347,8 @@ class UNetHost(Host):
         return layers
 
     def refuse(self, model: nn.Module) -> None:
+        if not self.layers(model):
+            raise ValueError(NO_LAYERS.format(type(model).__name__))
         if any(getattr(layer.attn.processor, "replaced", ()) for layer in self.layers(model)):
             raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
 

@@ -11,6 +11,7 @@ Shapes: B batch, H heads, N tokens of which the first T are sinks, D head dim.
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -219,7 +220,7 @@ class _VisionWatch(Watch):
         self.__dict__.update(content)
 
     def attach(self, caller: nn.Module) -> list[Any]:
-        self.num_sinks = _num_prefix_tokens(caller)
+        self.num_sinks = _num_prefix_tokens(caller, self.layers[0].attn)
         hook = self.layers[0].anchor.register_forward_hook(self.see_grid)
         return [*super().attach(caller), hook]
 
@@ -241,9 +242,14 @@ class _VisionWatch(Watch):
 VISION = VisionHost()
 
 
-def _num_prefix_tokens(caller: nn.Module) -> int:
-    """How many tokens the model puts before the patches, from their parameters."""
-    tokens = {name.rpartition(".")[2]: x for name, x in caller.named_parameters()}
+def _num_prefix_tokens(caller: nn.Module, attn: nn.Module) -> int:
+    """How many tokens the model puts before the patches, from parameters before those of a layer.
+
+    A head behind the layers may have tokens of its own, as AIMv2's has.
+    """
+    first = next(attn.parameters())
+    before = takewhile(lambda named: named[1] is not first, caller.named_parameters())
+    tokens = {name.rpartition(".")[2]: x for name, x in before}
     return sum(tokens[name].shape[:-1].numel() for name in PREFIX if name in tokens)
 
 

@@ -473,4 +473,5 @@ KINDS = (
         output=lambda output: output.image_embeds,
     ),
     vision_kind("siglip"),
+    vision_kind("aimv2", inputs=vision_inputs, mask=None),
 )

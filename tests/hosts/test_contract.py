@@ -19,6 +19,7 @@ from hosts.kinds import KINDS, Kind
 from tiny import random_codebooks
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from avq_diffusers import (
@@ -233,6 +234,18 @@ def test_autocast(kind, model):
     assert kinds(model) == {"AVQ"}
     assert near.dtype == lower.dtype
     assert (near.float() - kind.exact).norm() < 2 * (lower.float() - kind.exact).norm()
+
+
+@for_kinds([*ADAPTERS, *named("Kandinsky 2", "Chroma", "MiniMaxH3")])
+def test_meta_device(kind):
+    """Where a model without AVQ tells shapes, so does one with it."""
+    inputs = kind.inputs(kind.model, *kind.sizes[0])
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), inputs)
+    model = kind.make().to("meta")
+    expected = kind.output(model(**inputs)).shape
+    apply_avq(model, kind.config(**COARSE))
+    assert kind.output(model(**inputs)).shape == expected
+    assert kind.output(apply_avq(kind.make(), kind.config(**COARSE)).to("meta")(**inputs)).is_meta
 
 
 @for_kinds(ADAPTERS)

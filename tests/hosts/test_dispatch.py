@@ -1,12 +1,17 @@
 """AVQ as a backend of diffusers' attention dispatch."""
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from checks import calls, differ, kinds
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from hosts.kinds import KINDS
 from hosts.zoo import zoo_inputs, zoo_transformer
 from tiny_transformers import (
     CONFIG,
@@ -155,6 +160,82 @@ class TestProcessors:
         assert kinds(model) == {"AVQ"}
         remove_avq(model)
         assert "_attention_backend" not in vars(processor)
+
+
+def out_of_sight(own):
+    """A processor of another tool that computes the same with a function of its own."""
+
+    class Foreign(type(own)):
+        def __call__(self, *args, **kwargs):
+            with torch._C.DisableTorchFunction():  # AVQ's mode, too
+                return super().__call__(*args, **kwargs)
+
+    return Foreign()
+
+
+def default(model):
+    model.set_default_attn_processor()
+
+
+def sliced(model):
+    model.set_attention_slice(1)
+
+
+def foreign(model):
+    for layer in select_layers(model):
+        layer.attn.set_processor(out_of_sight(layer.attn.processor))
+
+
+class TestProcessorsThatDoNotCallTorch:
+    """Where AVQ takes the place of PyTorch's attention, a layer that does not call it runs without
+    AVQ: the summary and one warning say so."""
+
+    @pytest.mark.parametrize("avq_first", [False, True])
+    @pytest.mark.parametrize(
+        ("name", "change", "said"),
+        [
+            ("Kandinsky 2", default, "AttnAddedKVProcessor"),
+            ("Kandinsky 2", sliced, "SlicedAttnAddedKVProcessor"),
+            ("PixArt", default, "AttnProcessor"),
+            ("PixArt", foreign, "Foreign"),
+            ("Kandinsky 2", foreign, "Foreign"),
+        ],
+    )
+    def test_they_are_reported(self, name, change, said, avq_first):
+        kind = next(kind for kind in KINDS if kind.name == name)
+        model, exact, told = kind.make(), kind.exact, f"the layers that keep {said}: "
+        coarse = kind.config(num_parents=4, num_children=2, num_refined=2)
+        if avq_first:
+            avq = kind.predict(apply_avq(model, coarse, route="always"))
+            assert differ(avq, exact)
+            change(model)
+        else:
+            change(model)
+            is_known = change is not foreign
+            with pytest.warns(UserWarning, match=told) if is_known else nullcontext():
+                apply_avq(model, coarse, route="always")
+        is_new = avq_first or change is foreign
+        with pytest.warns(UserWarning, match=told) if is_new else nullcontext():
+            assert not differ(kind.predict(model), exact)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kind.predict(model)
+        assert calls(model) == [{"AVQ": 1, said: 2} if avq_first else {said: 2}] * len(calls(model))
+        expected = f"custom: {said}" if change is foreign else f"exact: replaced by {said}"
+        assert {row.runs for row in summary(model).rows} == {expected}
+
+    def test_one_that_calls_it_at_times(self):
+        """Catches a report that stays after AVQ has come back."""
+        kind = next(kind for kind in KINDS if kind.name == "PixArt")
+        model = apply_avq(kind.make(), kind.config(), route="always")
+        foreign(model)
+        with pytest.warns(UserWarning, match="keep Foreign"):
+            kind.predict(model)
+        for layer in select_layers(model):
+            layer.attn.set_processor(AttnProcessor2_0())
+        kind.predict(model)
+        assert calls(model) == [{"Foreign": 1, "AVQ": 1}] * len(calls(model))
+        assert {row.runs for row in summary(model).rows} == {"AVQ (torch backend)"}
 
 
 def test_context_parallel_is_refused():

@@ -376,7 +376,7 @@ class TestRefusals:
 
     def test_layers_that_do_not_run(self, pipe, measure):
         pipe.unet.forward = lambda x, *_, **__: (x,)
-        with pytest.raises(RuntimeError, match="attn1 .*did not run"):
+        with pytest.raises(RuntimeError, match=r"attn1 .*did not run"):
             measure(pipe, [PROMPT], CONFIG, num_inference_steps=1, **SIZE)
 
 

@@ -9,6 +9,7 @@ import torch
 from checks import differ, kinds
 from diffusers import LayerSkipConfig, SkipLayerGuidance, StableDiffusionXLAutoBlocks
 from diffusers.models.attention_processor import (
+    Attention,
     AttnProcessor,
     AttnProcessor2_0,
     CustomDiffusionAttnProcessor,
@@ -16,7 +17,17 @@ from diffusers.models.attention_processor import (
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
-from tiny import predict, random_codebooks, sdxl_pipe, sdxl_unet, tiny_unet
+from hosts.kinds import KINDS
+from peft import LoraConfig
+from tiny import (
+    predict,
+    random_codebooks,
+    sdxl_pipe,
+    sdxl_unet,
+    tiny_unet,
+    traced_unet,
+    tuned_codebooks,
+)
 
 from avq_diffusers import (
     AVQConfig,
@@ -40,6 +51,7 @@ class Shared(AttnProcessor2_0):
         return gain * super().__call__(attn, hidden_states, both, *args, **kwargs)
 
 
+EVERY_KEY = {"num_parents": 4, "num_children": 2, "num_refined": 4, "exact_keys": 1000}
 LEVEL_0 = "up_blocks.3.attentions.1.transformer_blocks.0.attn1"
 LEVEL_1 = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 CUSTOM = (LEVEL_1, LEVEL_0)
@@ -104,13 +116,16 @@ class TestCustomProcessors:
     )
     def test_plain_processors_are_served(self, unet, codebooks, processor):
         """What they compute is exact attention, so AVQ takes their layer."""
-        unet.get_submodule(LEVEL_0).set_processor(processor)
+        attn = unet.get_submodule(LEVEL_0)
+        if isinstance(processor, FusedAttnProcessor2_0):
+            attn.fuse_projections()
+        attn.set_processor(processor)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             apply_avq(unet, codebooks)
             predict(unet)
         assert kinds(unet) == {"AVQ"}
-        if not isinstance(processor, FusedAttnProcessor2_0 | XFormersAttnProcessor):
+        if not isinstance(processor, XFormersAttnProcessor):
             with avq_disabled(unet):
                 assert not differ(predict(unet), predict(tiny_unet()))
         remove_avq(unet)
@@ -122,6 +137,108 @@ class TestCustomProcessors:
         unet.get_submodule(LEVEL_0).set_processor(processor)
         with pytest.warns(UserWarning, match="layers that keep CustomDiffusionAttnProcessor"):
             apply_avq(unet, codebooks)
+
+
+def is_close(output, expected) -> bool:
+    return bool((output - expected).norm() < 1e-4 * expected.norm())
+
+
+def use_lora(unet):
+    unet.add_adapter(LoraConfig(target_modules=["to_qkv"], init_lora_weights=False))
+
+
+def blur(unet):
+    """Change the weights of fused projections, and not those that were fused."""
+    for name, weight in unet.named_parameters():
+        if name.endswith("to_qkv.weight"):
+            weight.data += weight.std() * torch.randn_like(weight)
+
+
+class TestFusedProjections:
+    """They are what the UNet computes with, whatever the projections hold that were fused."""
+
+    @pytest.mark.parametrize("name", ["SD1.5", "SDXL"])
+    @pytest.mark.parametrize("change", [blur, use_lora])
+    @pytest.mark.parametrize("avq_first", [False, True])
+    def test_they_changed(self, name, change, avq_first):
+        kind = next(kind for kind in KINDS if kind.name == name)
+        unet, every_key = kind.make(), kind.config(**EVERY_KEY)
+        unet.fuse_qkv_projections()
+        before = kind.predict(unet)
+        if avq_first:
+            apply_avq(unet, every_key, route="always")
+        change(unet)
+        output = kind.predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
+        assert kinds(unet) == {"AVQ"}
+        assert is_close(output, kind.predict(remove_avq(unet)))
+        assert differ(output, before)
+
+    def test_changes_by_distillation_are_added(self):
+        codebooks = tuned_codebooks(tiny_unet())
+        fused = tiny_unet()
+        fused.fuse_qkv_projections()
+        output = predict(apply_avq(fused, codebooks, route="always"))
+        assert kinds(fused) == {"AVQ"}
+        assert is_close(output, predict(apply_avq(tiny_unet(), codebooks, route="always")))
+
+    @torch.no_grad()
+    def test_compiled(self):
+        unet, inputs = traced_unet(), (torch.ones(1, 4, 16, 16), 10, torch.ones(1, 5, 32))
+        unet.fuse_qkv_projections()
+        blur(unet)
+        exact = unet(*inputs).sample
+        torch.compiler.reset()
+        compiled = torch.compile(unet, backend="eager", fullgraph=True)
+        apply_avq(compiled, AVQConfig(**EVERY_KEY), route="always")
+        assert is_close(compiled(*inputs).sample, exact)
+
+
+def heat(unet):
+    """Change the scale of attention scores, as tools for sizes beyond those of training do."""
+    for attn in unet.modules():
+        if isinstance(attn, Attention) and not attn.is_cross_attention:
+            attn.scale *= 3
+
+
+class TestScale:
+    """AVQ follows `attn.scale` where the processor that it replaced does."""
+
+    @pytest.mark.parametrize("avq_first", [False, True])
+    @pytest.mark.parametrize(
+        ("processor", "follows"),
+        [
+            (AttnProcessor(), True),
+            (SlicedAttnProcessor(1), True),
+            (CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False), True),
+            (AttnProcessor2_0(), False),
+            (FusedAttnProcessor2_0(), False),
+        ],
+        ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
+    )
+    def test_it_changed(self, unet, processor, follows, avq_first):
+        if isinstance(processor, FusedAttnProcessor2_0):
+            unet.fuse_qkv_projections()
+        unet.set_attn_processor(processor)
+        before, every_key = predict(unet), AVQConfig(**EVERY_KEY, query_tile=16, levels=(0, 1))
+        if avq_first:
+            apply_avq(unet, every_key, route="always")
+        heat(unet)
+        output = predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
+        assert kinds(unet) == {"AVQ"}
+        assert is_close(output, predict(remove_avq(unet)))
+        assert differ(output, before) == follows
+
+    def test_with_xformers(self, unet):
+        """Its processor reads the scale, but does not run on a CPU."""
+        unet.set_attn_processor(XFormersAttnProcessor())
+        apply_avq(unet, AVQConfig(**EVERY_KEY), route="always")
+        hidden_states, attn = torch.randn(1, 256, 16), unet.get_submodule(LEVEL_0)
+        seen = []
+        attn._avq.attend = lambda query, key, value, scale: seen.append(scale) or query
+        attn._avq.exact_because = lambda *_: None
+        heat(unet)
+        attn(hidden_states)
+        assert seen == [attn.scale]
 
 
 class TestInterception:

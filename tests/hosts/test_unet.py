@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import kinds, runs
-from diffusers import VQModel
+from diffusers import UNet2DModel, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, CustomDiffusionAttnProcessor
 from tiny import (
     CONFIG,
@@ -30,6 +30,7 @@ from avq_diffusers import (
     avq_attention,
     avq_disabled,
     remove_avq,
+    select_layers,
     summary,
 )
 from avq_diffusers.attention.orders import query_order
@@ -38,6 +39,18 @@ from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
 CROSS = LAYER[:-1] + "2"
 parse = AVQConfig.parse
+PLAIN_SIZES = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    "norm_num_groups": 8,
+}
+ONLY_CONVOLUTIONS = {
+    "block_out_channels": (16,),
+    "down_block_types": ("DownBlock2D",),
+    "mid_block_type": None,
+    "up_block_types": ("UpBlock2D",),
+}
 
 
 def seen_by_layer(unet, *size):
@@ -415,6 +428,31 @@ def test_refused(unet, source, arguments, error, message):
         with pytest.raises(error, match=re.escape(message)):
             call()
     assert {row.config for row in summary(unet).rows} == {"M4P2C2", ""}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: UNet2DModel(**PLAIN_SIZES), lambda: tiny_unet(**ONLY_CONVOLUTIONS)],
+    ids=["UNet2DModel", "convolutions"],
+)
+def test_no_spatial_transformers(make):
+    unet = make()
+    said = f"spatial transformers, but this {type(unet).__name__} has none."
+    for verb in (apply_avq, lambda unet: AVQProcessor(unet=unet)):
+        with pytest.raises(ValueError, match=said):
+            verb(unet)
+    with pytest.raises(ValueError, match="at level 0, and none that AVQ serves"):
+        select_layers(unet, (0,))
+    assert not summary(remove_avq(unet)).rows
+
+
+@pytest.mark.parametrize("make", [tiny_unet, sdxl_unet])
+def test_diffusers_default_processors(make):
+    """Catches a refusal by diffusers that does not say what to do."""
+    unet = apply_avq(make())
+    with pytest.raises(ValueError, match=r"call remove_avq\(pipe\) first"):
+        unet.set_default_attn_processor()
+    remove_avq(unet).set_default_attn_processor()
 
 
 @pytest.mark.parametrize("thing", [object(), None, "pipe"])
