@@ -1,8 +1,9 @@
-"""Images: reading files, PSNR and difference, and sheets of images side by side."""
+"""Images: finding and reading files, PSNR and difference, and sheets of images side by side."""
 
+import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,12 +30,67 @@ TEXT_SIZE = 13
 DIFFERENCE_GAIN = 4
 
 
+def image_files(folder: Path, endings: Collection[str] | None = None) -> list[Path]:
+    """Return the images in a folder and its subfolders, sorted by path.
+
+    Links are followed, and each subfolder is read once, however many links lead to it. Hidden files
+    and subfolders are left out, such as `.ipynb_checkpoints` and macOS's `._x.jpg`, and so is what
+    is not a regular file.
+
+    Args:
+        folder: a missing folder holds no images.
+        endings: lower-case name endings of images; None takes all that Pillow opens.
+
+    Raises:
+        FileNotFoundError: a link leads nowhere.
+        OSError: a subfolder cannot be read.
+    """
+    if endings is None:
+        known = Image.registered_extensions()
+        endings = [ending for ending, form in known.items() if form in Image.OPEN]
+    found, waiting, seen = [], [folder] if folder.is_dir() else [], set()
+    while waiting:
+        inside = waiting.pop(0)
+        state = inside.stat()
+        if (state.st_dev, state.st_ino) in seen:
+            continue
+        seen.add((state.st_dev, state.st_ino))
+        with os.scandir(inside) as entries:
+            visible = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+        for path in map(inside.joinpath, visible):
+            if path.is_dir():
+                waiting.append(path)
+            elif path.is_symlink() and not path.exists():
+                raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which is missing.")
+            elif path.suffix.lower() in endings and path.is_file():
+                found.append(path)
+    return sorted(found)
+
+
+def refuse_linked_folders(folder: Path) -> None:
+    """Check a folder for `datasets.load_dataset`, which silently leaves out linked subfolders.
+
+    Raises:
+        ValueError: a subfolder that is not hidden is a link.
+    """
+    for inside, names, _ in os.walk(folder):
+        names[:] = [name for name in names if not name.startswith(".")]
+        for path in (Path(inside, name) for name in names):
+            if path.is_symlink():
+                raise ValueError(
+                    f"{path} is a link to a folder, which datasets does not read; put the folder "
+                    f"itself there."
+                )
+
+
 def read_upright(file: str | Path | BinaryIO) -> Image.Image:
     """Read an image in its stored mode, rotated by its EXIF orientation.
 
     Raises:
-        UNREADABLE: the file is damaged or not an image.
+        UNREADABLE: the file is damaged, not an image or not a regular file.
     """
+    if isinstance(file, str | Path) and Path(file).is_fifo():
+        raise OSError(f"{file} is a pipe, not a file")
     with Image.open(file) as image:
         upright = ImageOps.exif_transpose(image)
     upright.format = image.format

@@ -1,12 +1,22 @@
 """Images: read upright and on white; sheets leave them as they are, where their titles say."""
 
+import os
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageOps
 
-from avq_diffusers.images import DIFFERENCE_GAIN, MARGIN, difference, image_sheet, read_rgb
+from avq_diffusers.images import (
+    DIFFERENCE_GAIN,
+    MARGIN,
+    difference,
+    image_files,
+    image_sheet,
+    read_rgb,
+    refuse_linked_folders,
+)
 
 WIDTH, HEIGHT = 120, 64
 
@@ -139,3 +149,46 @@ def test_images_are_upright_and_palettes_transparent():
     upright = read_rgb(stored(wide, "jpeg", exif=exif, quality=95))
     assert upright.size == (16, 32)
     assert upright.getpixel((8, 4))[0] > 200 > 50 > upright.getpixel((8, 28))[0]
+
+
+def tree(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def listed(folder: Path, *endings: str) -> list[str]:
+    return [str(path.relative_to(folder)) for path in image_files(folder, endings or None)]
+
+
+def test_images_of_a_folder_are_its_visible_regular_files(tmp_path):
+    """Catches copies that Jupyter and file managers keep, and pipes, on which reading blocks."""
+    folder = tree(
+        tmp_path / ".data",
+        *("b.JPG", "a.webp", "sub/c.tif", ".d.png", "._a.jpg", "notes.pdf", "folder.png/e.png"),
+        *(".ipynb_checkpoints/b.jpg", "sub/.thumbnails/c.png", "Thumbs.db", "readme.md"),
+    )
+    os.mkfifo(folder / "pipe.png")
+    assert listed(folder) == ["a.webp", "b.JPG", "folder.png/e.png", "sub/c.tif"]
+    assert listed(folder, ".jpg", ".png") == ["b.JPG", "folder.png/e.png"]
+    assert listed(folder / "missing") == listed(folder / "a.webp") == []
+    with pytest.raises(OSError, match=r"pipe\.png is a pipe, not a file"):
+        read_rgb(folder / "pipe.png")
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    """Catches linked folders that are left out, endless loops, and images counted twice."""
+    folder, far = tree(tmp_path / "near", "a.png", "sub/b.png"), tree(tmp_path / "far", "c.png")
+    (folder / "more").symlink_to(far, target_is_directory=True)
+    (folder / "again").symlink_to(far, target_is_directory=True)
+    (folder / "sub" / "loop").symlink_to(folder, target_is_directory=True)
+    (far / "back").symlink_to(folder / "sub", target_is_directory=True)
+    (folder / "d.png").symlink_to(far / "c.png")
+    assert listed(folder) == ["a.png", "again/c.png", "d.png", "sub/b.png"]
+    with pytest.raises(ValueError, match="again is a link to a folder, which datasets does not"):
+        refuse_linked_folders(folder)
+    refuse_linked_folders(tree(tmp_path / "plain", "a/b.png"))
+    (folder / "gone").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"gone is a link to .*gone, which is missing"):
+        image_files(folder)

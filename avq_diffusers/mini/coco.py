@@ -7,7 +7,8 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from avq_diffusers.files import TEMPORARY, atomic_write
+from avq_diffusers.files import atomic_write
+from avq_diffusers.images import image_files
 from avq_diffusers.mini.layout import IMAGE_SIZE
 from avq_diffusers.mini.rendering import render
 from avq_diffusers.mini.sampling import sample_scene
@@ -33,8 +34,8 @@ def write_coco(
     if annotations.exists() and annotations.read_text() != content:
         raise ValueError(f"folder must be empty or hold these scenes, but {annotations} differs.")
     expected = {_file_name(i + 1) for i in range(num_images)}
-    for path in images.glob("*.png"):
-        if path.name.removeprefix(TEMPORARY) not in expected:
+    for path in image_files(images):
+        if path.name not in expected:
             raise ValueError(f"folder must be empty or hold these scenes, but has {path}.")
     for i, scene in enumerate(tqdm(scenes, desc="scenes", unit="image")):
         image = Image.fromarray(render(scene, size))

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from avq_diffusers.captions import read_caption_list, read_text
+from avq_diffusers.images import image_files, refuse_linked_folders
 from distill.data.config import DataConfig
 from distill.data.samples import RowSamples, SceneSamples
 
@@ -52,16 +51,11 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
 
 def _folder_rows(folder: Path, *, has_sidecars: bool) -> tuple[list[dict[str, Any]], Any]:
     """Return a folder's images by path, with the captions beside them, and their origin."""
-    extensions = Image.registered_extensions()
-    files = [
-        path
-        for path in sorted(folder.absolute().rglob("*"))
-        if path.suffix.lower() in extensions and not path.name.startswith(".")
-    ]
+    files = image_files(folder.absolute())
     if not files:
         raise FileNotFoundError(f"there are no images in the folder {folder}.")
     sidecars = [path.with_suffix(".txt") for path in files] if has_sidecars else []
-    if missing := [path for path in sidecars if not path.exists()]:
+    if missing := [path for path in sidecars if not path.is_file()]:
         raise FileNotFoundError(
             f"{len(missing)} of {len(files)} images have no caption beside them, such as "
             f"{missing[0]}; add them or name a file of captions."
@@ -79,6 +73,7 @@ def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
     """Return the rows of a dataset with undecoded images, and their origin."""
     import datasets
 
+    refuse_linked_folders(Path(config.path))
     image_column = config.image_column
     columns = [image_column]
     if config.caption_column is not None:

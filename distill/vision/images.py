@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import data
 
-from avq_diffusers.images import UNREADABLE, read_upright
+from avq_diffusers.images import UNREADABLE, image_files, read_upright, refuse_linked_folders
 from distill.data.images import read_column, to_tensor
 from distill.exceptions import DataError
 from distill.vision.config import DataConfig, VisionConfig
@@ -113,6 +113,7 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
         from datasets import Image as ImageColumn
         from datasets import load_dataset
 
+        refuse_linked_folders(root)
         of_folder = ("imagefolder", None, str(root)) if root.is_dir() else (str(root),)
         found = load_dataset(*of_folder)
         for name in HUB_SPLITS.values():
@@ -138,10 +139,12 @@ def label_maps(root: Path, split: str) -> Rows:
     Raises:
         ValueError: there is no image, or one has no label map.
     """
-    images = sorted(path for path in (root / "images" / split).glob("*") if path.suffix)
+    folder = root / "images" / split
+    images = image_files(folder)
     if not images:
-        raise ValueError(f"{root / 'images' / split} must hold images, but has none.")
-    maps = [root / "annotations" / split / f"{path.stem}.png" for path in images]
+        raise ValueError(f"{folder} must hold images, but has none.")
+    annotations = root / "annotations" / split
+    maps = [annotations / path.relative_to(folder).with_suffix(".png") for path in images]
     if missing := [path for path in maps if not path.is_file()]:
         raise ValueError(
             f"every image needs a label map, but {len(missing)} of {len(maps)} lack one: "

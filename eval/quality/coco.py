@@ -245,6 +245,8 @@ def image_path(folder: Path, index: int) -> Path:
 
 def is_whole(path: Path, size: int) -> bool:
     """Whether a file is a complete PNG of this size."""
+    if not path.is_file():
+        return False
     try:
         with Image.open(path) as image:
             fits = image.format == "PNG" and image.mode == "RGB"

@@ -23,6 +23,7 @@ from torchmetrics.image.kid import KernelInceptionDistance
 from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
+from avq_diffusers.images import image_files
 from avq_diffusers.mini import SCORER
 from eval.names import METHOD_COLUMNS
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
@@ -40,7 +41,8 @@ from eval.quality.protocol import (
 from eval.store.markdown import figure, number, rows_table
 from eval.store.report import folder_digest
 
-IMAGE_ENDINGS = (".jpeg", ".jpg", ".png")
+# What clean-fid reads of a folder, without its .npy.
+IMAGE_ENDINGS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # For the protocol's two resizes.
 FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBIC
 # What may differ between rows of one table.
@@ -170,17 +172,13 @@ def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[F
 
 
 def real_images(folder: Path) -> list[Path]:
-    """All images in a folder and its subfolders, sorted.
+    """Return the images in a folder and its subfolders, as `image_files` lists them.
 
     Raises:
         FileNotFoundError: there are none.
         ValueError: there is only one, so there is no covariance.
     """
-    found = sorted(
-        path
-        for path in folder.rglob("[!.]*")  # skips hidden files that some systems add
-        if path.suffix.lower() in IMAGE_ENDINGS
-    )
+    found = image_files(folder, IMAGE_ENDINGS)
     if not found:
         raise FileNotFoundError(
             f"there are no images in {folder}; unpack there "
@@ -429,7 +427,7 @@ def _read_folder(path: Path, num_images: int | None) -> Folder:
             f"got {num_images}."
         )
     folder = Folder(path, manifest, captions[:num_images])
-    found = {image.name for image in (path / IMAGES).glob("[!.]*")}
+    found = {image.name for image in image_files(path / IMAGES)}
     if len(found) > made:
         raise ValueError(f"{path / IMAGES} has {len(found)} files for {made} captions.")
     if missing := [image for image in folder.images if image.name not in found]:

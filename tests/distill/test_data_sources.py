@@ -35,11 +35,26 @@ def test_sources_give_images_with_their_captions(kind, tmp_path):
 
 
 def test_files_of_the_system_are_no_images(tmp_path):
-    """Catches macOS's `._name.png` beside every image of a copied folder."""
+    """Catches macOS's `._name.png` beside every image of a copied folder, and Jupyter's copies."""
     config = source("folder", tmp_path)
     first = next((tmp_path / "data").rglob("*.png"))
     first.with_name(f"._{first.name}").write_bytes(b"of the system")
+    copy = tmp_path / "data" / ".ipynb_checkpoints" / first.name
+    copy.parent.mkdir()
+    for path in (first, first.with_suffix(".txt")):
+        copy.with_name(path.name).write_bytes(path.read_bytes())
     assert len(open_samples(config, 16)) == len(NAMES)
+
+
+def test_linked_folders_are_read_or_refused(tmp_path):
+    """Catches training on the images outside linked subfolders only."""
+    config = source("folder", tmp_path)
+    (tmp_path / "data").rename(tmp_path / "far")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "far", target_is_directory=True)
+    assert len(open_samples(config, 16)) == len(NAMES)
+    with pytest.raises(ValueError, match="more is a link to a folder, which datasets does not"):
+        open_samples(replace(config, source="huggingface", split="train"), 16)
 
 
 def test_scenes_are_the_training_scenes():

@@ -66,6 +66,23 @@ def maps(root, seed=None, **changes):
     return Prepared(label_maps(root, "training"), replace(DATA, **changes), seed, {})
 
 
+def test_label_maps_belong_to_visible_images(ade):
+    """Catches files of the system that need a label map, and linked or deeper images left out."""
+    folder = ade / "images" / "training"
+    for name in ("._a.jpg", "Thumbs.db", "readme.md", ".ipynb_checkpoints/a.jpg"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    for kind in ("images", "annotations"):
+        (ade / kind / "training" / "more").symlink_to(ade / kind / "validation")
+    images = [Path(row["image"]["path"]) for row in label_maps(ade, "training")]
+    assert [str(path.relative_to(folder)) for path in images] == [
+        "a.jpg",
+        "b.jpg",
+        "more/a.jpg",
+        "more/b.jpg",
+    ]
+
+
 @pytest.mark.parametrize("turned", ["image", "labels", "both"])
 def test_label_maps_lie_on_upright_images(tmp_path, turned):
     """Catches an orientation that is heeded for one of the two, which then differ silently."""
@@ -119,6 +136,9 @@ def test_folders_of_classes(tmp_path, no_traces):
     assert [len(training), len(validation)] == [2, 1]
     difference = training.first(2)[1].float() - validation[0]["pixel_values"].float()
     assert difference.abs().mean() < 5
+    (tmp_path / "train" / "fox").symlink_to(tmp_path / "val" / "cat")
+    with pytest.raises(ValueError, match="fox is a link to a folder, which datasets does not read"):
+        open_images(config, seed=0)
     (tmp_path / "val" / "cat" / "c.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"c\.png cannot be read as an image"):
         validation[0]
