@@ -48,7 +48,7 @@ class LayerWeights:
         """Queries, keys and values for AVQ: (B, H, N, D), views of (B, N, ..., D) memory.
 
         hidden_states is (B, N, channels). `is_fused` is whether the layer computes with the
-        projection `to_qkv` of diffusers' `fuse_projections`. The key norm applies to keys.
+        one projection `to_qkv` that diffusers fuses. The key norm applies to keys.
         """
         changes = self.projection_changes
         if is_fused:
