@@ -174,6 +174,8 @@ def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[F
 def real_images(folder: Path) -> list[Path]:
     """Return the images in a folder and its subfolders, as `image_files` lists them.
 
+    They are scored as clean-fid reads them: see `eval.quality.protocol`.
+
     Raises:
         FileNotFoundError: there are none.
         ValueError: there is only one, so there is no covariance.
@@ -400,6 +402,7 @@ def _prepared(
 
 
 def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
+    """Prepare an image as clean-fid reads it, not as `avq_diffusers.images.read_rgb` does."""
     try:
         with Image.open(path) as image:
             return prepare(image.convert("RGB"), number)
