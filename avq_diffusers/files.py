@@ -5,7 +5,8 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,17 @@ def sha256(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     return digest.hexdigest()
+
+
+def sha256_all(paths: Sequence[Path]) -> list[str | None]:
+    """`sha256` of several files, read in parallel."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(sha256, paths))
+
+
+def json_digest(values: Any) -> str:
+    """SHA-256 of JSON values in hexadecimal; the same once they were written and read."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ this one starts from; sections are merged, other values replaced.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -30,6 +31,7 @@ from avq_diffusers.options import LARGEST_SEED
 
 ConfigType = TypeVar("ConfigType", bound="Config")
 
+MAX_BYTES = 100_000  # of a file; the longest in `configs` has 1 % of them
 # `safe_load` also raises these, for values that contradict their tag and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
 
@@ -85,12 +87,20 @@ def _values(hint: Any) -> Values | None:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, where YAML silently takes the last value."""
+    """Refuses duplicate keys, where YAML silently takes the last value, and aliases, with which a
+    few bytes stand for gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError(f"write the values of the alias *{self.peek_event().anchor} again")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [str(key.value) for key, _ in node.value]
-        if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"the key {repeated[0]} is given twice")
+        names = Counter(str(key.value) for key, _ in node.value)
+        for name, count in names.items():
+            if count > 1:
+                raise ValueError(f"the key {name} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -173,7 +183,13 @@ def _parse_yaml(text: str | bytes, complaint: str) -> Any:
 
 def _read(path: Path, derived: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and its bases; `derived` are the files that start from it."""
-    values = _parse_yaml(path.read_bytes(), f"{path} is not a YAML file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file.")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path} must have at most {MAX_BYTES} bytes, but has more.")
+    values = _parse_yaml(content, f"{path} is not a YAML file")
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a YAML mapping, but holds {type(values).__name__}.")
     base = values.pop("base", None)

@@ -15,12 +15,12 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from avq_diffusers.files import TEMPORARY, sha256
+from avq_diffusers.files import TEMPORARY, json_digest, sha256
 from distill.checkpointing.folders import remove_folder, replace_folder
 from distill.config_file import differing_keys, plain_values
 
 RUN_FILE = "run.json"
-RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
+DIGEST = "digest"  # key in `run.json`: digest of its other values
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def newest(output: Path) -> Checkpoint | None:
     path = found[-1] / RUN_FILE
     try:
         run = json.loads(path.read_text())
-        missing = [key for key, kind in RUN_KEYS.items() if not isinstance(run.get(key), kind)]
-    except (AttributeError, OSError, RecursionError, ValueError) as error:
+        is_saved = run.pop(DIGEST) == json_digest(run)
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error)) from None
-    if missing:
-        raise _damaged(path, f"it lacks {', '.join(missing)}")
+    if not is_saved:
+        raise _damaged(path, "it is not the file that was saved")
     return Checkpoint(found[-1], run)
 
 
@@ -102,7 +102,7 @@ def save(
             save_file(contiguous, folder / f"{name}.safetensors")
         digests = {name: sha256(folder / f"{name}.safetensors") for name in tensors}
         values = {"step": step, "config": plain_values(config), "sha256": digests, **run}
-        (folder / RUN_FILE).write_text(json.dumps(values))
+        (folder / RUN_FILE).write_text(json.dumps({**values, DIGEST: json_digest(values)}))
     for old in checkpoints(output)[:-keep]:
         remove_folder(old)
     return path

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from avq_diffusers.captions import read_caption_list, read_text
+from avq_diffusers.files import sha256_all
 from avq_diffusers.images import image_files, refuse_linked_folders
 from distill.data.config import DataConfig
 from distill.data.samples import RowSamples, SceneSamples
@@ -65,8 +66,7 @@ def _folder_rows(folder: Path, *, has_sidecars: bool) -> tuple[list[dict[str, An
         {"image": {"path": str(path), "bytes": None}, "caption": caption}
         for path, caption in zip(files, captions, strict=True)
     ]
-    times = [(path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return rows, [rows, times]
+    return rows, [rows, sha256_all(files)]
 
 
 def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
@@ -80,7 +80,9 @@ def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
         columns.append(config.caption_column.split(".")[0])
     try:
         rows = datasets.load_dataset(config.path, split=config.split)
-        origin = rows._fingerprint  # covers data files, revision and split
+        local = sorted(path for path in Path(config.path).rglob("[!.]*") if path.is_file())
+        # The fingerprint covers revision and split, but of local files only size and time.
+        origin = [rows._fingerprint, sha256_all(local)]
         found = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
     except (*LOADING_ERRORS, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())

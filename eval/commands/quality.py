@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from avq_diffusers.files import sha256
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from eval.commands.options import (
@@ -25,6 +26,7 @@ from eval.commands.options import (
     result_name,
 )
 from eval.commands.stored import draw
+from eval.names import EXACT
 from eval.store.report import (
     RESULTS,
     Result,
@@ -233,18 +235,34 @@ def scenes_command(
     other_size = None if size == IMAGE_SIZE else size
     name = result_name("scenes", model, trial.levels, other_size, dilated)
     path = output / f"{name}{f'_seed{first_seed}' if first_seed else ''}.json"
-    finished = {}
-    if resume and path.exists():
-        finished = finished_rows(read_result(path).document, protocol | environment(device))
-    rows = []
+    finished, exact_digest = {}, None
     exact_images = path.with_suffix(".exact.npy")
+    if resume and path.exists():
+        document = read_result(path).document
+        finished = finished_rows(document, protocol | environment(device))
+        exact_digest = document.get("exact_images_sha256")
+        if EXACT in finished and sha256(exact_images) not in (None, exact_digest):
+            raise ValueError(
+                f"{exact_images} is not the file that this run saved; delete it to generate its "
+                f"images again."
+            )
+    rows = []
     for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished, exact_images):
         rows.append(row)
+        if row["method"] == EXACT:
+            exact_digest = sha256(exact_images)
         table = scenes_table([row])
         print(table if len(rows) == 1 else table.splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
-        save_json(path, command=command_line(), device=device, **protocol, rows=[*rows, *kept])
+        save_json(
+            path,
+            command=command_line(),
+            device=device,
+            **protocol,
+            exact_images_sha256=exact_digest,
+            rows=[*rows, *kept],
+        )
     print(f"{scenes_table(rows)}\nresults: {path}")
 
 

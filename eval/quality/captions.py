@@ -60,7 +60,7 @@ def _draw(path: Path, seed: int) -> list[str]:
         entries = [
             (int(x["id"]), int(x["image_id"]), x["caption"]) for x in document["annotations"]
         ]
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold {FORM} ({error!r}).") from None
     for number, image, caption in sorted(entries, key=lambda entry: entry[0]):
         checked = checked_caption(caption, f"annotation {number} of {path}: caption")

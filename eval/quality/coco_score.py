@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics.image.kid import KernelInceptionDistance
 from tqdm import tqdm
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import atomic_write, sha256_all
 from avq_diffusers.images import image_files
 from avq_diffusers.mini import SCORER
 from eval.names import METHOD_COLUMNS
@@ -174,6 +174,8 @@ def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[F
 def real_images(folder: Path) -> list[Path]:
     """Return the images in a folder and its subfolders, as `image_files` lists them.
 
+    They are scored as clean-fid reads them: see `eval.quality.protocol`.
+
     Raises:
         FileNotFoundError: there are none.
         ValueError: there is only one, so there is no covariance.
@@ -295,9 +297,9 @@ def real_features(
     cache: Path,
 ) -> Tensor:
     """Features (n, D) of real images, through the cache; `kind` names the preparation there."""
-    states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
+    names = [str(path.relative_to(folder)) for path in files]
     resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
-    fingerprint = json.dumps([extract.name, kind, resizing, states])
+    fingerprint = json.dumps([extract.name, kind, resizing, names, sha256_all(files)])
     cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
     try:
         return load_file(cached, device=str(extract.device))["features"]
@@ -400,6 +402,7 @@ def _prepared(
 
 
 def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
+    """Prepare an image as clean-fid reads it, not as `avq_diffusers.images.read_rgb` does."""
     try:
         with Image.open(path) as image:
             return prepare(image.convert("RGB"), number)
@@ -436,7 +439,3 @@ def _read_folder(path: Path, num_images: int | None) -> Folder:
             f"{missing[0].name}; run this again to make them: {manifest['command']}"
         )
     return folder
-
-
-def _state(path: Path) -> tuple[int, int]:
-    return path.stat().st_size, path.stat().st_mtime_ns

@@ -29,6 +29,9 @@ CAPTIONS_SHA256 = "edabd2a556026cbf5d36a5fffa35ad43d7ba71b72f6d640b727c1edefb7f1
 
 # FID: calculate_metrics.py with --eval_res 256, clean-fid's mode "clean". Every image of val2014
 # is a reference. Centre crop, Lanczos to FID_SIZE in bytes, bicubic to INCEPTION_SIZE in floats.
+# Images are read as clean-fid reads them, with Pillow's convert("RGB"): EXIF orientation is not
+# applied, transparent pixels keep their hidden colour (usually black), and grey values of 16 bits
+# are clipped at 255 (usually to white).
 NUM_REAL = 40_504
 FID_SIZE = 256
 INCEPTION_SIZE = 299

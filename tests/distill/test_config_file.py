@@ -1,7 +1,9 @@
 """Configuration files: bases and defaults, strict keys, declared types, ranges, published rows."""
 
+import os
 import re
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -16,6 +18,9 @@ from distill.config_file import load_config, save_config
 
 distillation = partial(load_config, RUN_CONFIG, DistillConfig)
 OTHERS = ("mini_cpu", "mini_vae", "mini_sd", "mini_sd3", "mini_scorer")
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
 ROWS = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*OTHERS})
 
 
@@ -142,13 +147,27 @@ def test_all_problems_of_a_configuration_are_named_at_once(tmp_path):
         ("steps: 1\nsteps: 2\n", "the key steps is given twice"),
         ("- a", "must be a YAML mapping, but holds list"),
         ("a: [", "is not a YAML file: "),
+        (BOMB, r"write the values of the alias \*a again"),
+        ("a: &a {b: 1}\nc: {<<: *a}", r"write the values of the alias \*a again"),
+        ("steps: " + "[" * 20_000, "is not a YAML file: "),
+        ("a: " + "1" * 100_000, "must have at most 100000 bytes, but has more"),
         ("base: 3", "base must be another file beside .*config.yaml, but got 3"),
     ],
 )
 def test_a_file_that_is_no_mapping_of_keys_is_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         load_config(tmp_path / "config.yaml", DistillConfig, [])
+    assert len(str(error.value)) < 1000
+
+
+def test_a_file_that_is_not_regular_is_refused(tmp_path):
+    """Catches a pipe, on which reading waits for ever."""
+    os.mkfifo(tmp_path / "config.yaml")
+    (tmp_path / "row.yaml").write_text("base: config.yaml")
+    for name in ("config.yaml", "row.yaml"):
+        with pytest.raises(ValueError, match=r"config\.yaml must be a regular file\."):
+            load_config(tmp_path / name, DistillConfig, [])
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import os
 from dataclasses import replace
+from io import BytesIO
 
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
 from tiny import three_level_pipe
 from toy_data import (
     SCENES,
@@ -120,6 +122,13 @@ def test_another_encoder_gets_a_cache_of_its_own(tmp_path):
         assert folders(tmp_path) == count
 
 
+def same_size(path):
+    """Another PNG of as many bytes."""
+    other = BytesIO()
+    Image.new("RGB", Image.open(path).size, "red").save(other, "png")
+    return other.getvalue().ljust(path.stat().st_size, b"\0")
+
+
 @pytest.mark.parametrize(
     ("kind", "file"), [("huggingface", "train.parquet"), ("folder", "e.txt"), ("folder", "e.png")]
 )
@@ -135,10 +144,13 @@ def test_other_data_get_a_cache_of_their_own(kind, file, tmp_path):
             make_stream(replace(config, **{name: other}))
             count += 1
             assert folders(tmp_path / "cache") == count, name
-    if file == "e.txt":
-        (tmp_path / "data" / file).write_text("another caption")
+    path = tmp_path / "data" / file
+    state = path.stat()
+    if kind == "huggingface":
+        os.utime(path, (1, 1))  # as of another download
     else:
-        os.utime(tmp_path / "data" / file, (1, 1))  # as of another download
+        path.write_bytes(path.read_bytes().upper() if file == "e.txt" else same_size(path))
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
     make_stream(config)
     make_stream(config, size=128)
     assert folders(tmp_path / "cache") == count + 2

@@ -53,8 +53,9 @@ def test_linked_folders_are_read_or_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "more").symlink_to(tmp_path / "far", target_is_directory=True)
     assert len(open_samples(config, 16)) == len(NAMES)
+    columns = {"split": "train", "image_column": "image", "caption_column": "text"}
     with pytest.raises(ValueError, match="more is a link to a folder, which datasets does not"):
-        open_samples(replace(config, source="huggingface", split="train"), 16)
+        open_samples(replace(config, source="huggingface", **columns), 16)
 
 
 def test_scenes_are_the_training_scenes():

@@ -42,7 +42,7 @@ from typer.testing import CliRunner
 import distill.run
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
-from avq_diffusers.files import read_log
+from avq_diffusers.files import json_digest, read_log
 from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
@@ -631,6 +631,13 @@ def test_a_truncated_base_model_is_one_sentence(model, tmp_path):
     assert f"error: base_model {tmp_path / 'cut'} has a damaged file: " in error
 
 
+def sign(path, text):
+    """Write a changed `run.json` as if a run had saved it."""
+    values = json.loads(text)
+    del values["digest"]
+    path.write_text(json.dumps({**values, "digest": json_digest(values)}))
+
+
 def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model, tmp_path):
     """Catches the difference of two models among what training changed, and images that come twice
     or never: their order depends on how many there are."""
@@ -643,10 +650,10 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
     with torch.no_grad():
         changed.conv_in.bias.add_(1)
     changed.save_pretrained(base / "unet")
-    path.write_text(saved.replace(str(model), str(base)))
+    sign(path, saved.replace(str(model), str(base)))
     error = refused(base, output, "--resume")
     assert f"was trained from another {base}; its UNet has changed since." in error
-    path.write_text(saved.replace('"6 of ', '"7 of '))
+    sign(path, saved.replace('"6 of ', '"7 of '))
     error = refused(model, output, "--resume")
     assert "was trained on other data; images or captions have changed since." in error
     path.write_text(saved)

@@ -200,6 +200,11 @@ def test_the_command_follows_the_protocol_by_itself():
         ("captions.txt", b"one\ntwo\n", "3 captions are needed, but .*captions.txt has 2"),
         ("captions.txt", b"one\n \nthree\n", "caption 2 of .* is empty"),
         ("captions.json", b"[]", "does not hold captions like COCO's captions_val2014.json"),
+        (
+            "captions.json",
+            b'{"annotations": [{"id": 1e400, "image_id": 2, "caption": "a fox"}]}',
+            "does not hold captions like COCO's captions_val2014.json: .*OverflowError",
+        ),
         ("captions.json", b'{"annotations": [{"id": 1, "image_id": 2}]}', "KeyError..caption"),
     ],
 )

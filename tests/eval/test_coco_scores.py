@@ -11,6 +11,7 @@ import torch
 from coco_rows import noise, rows_of, score, write_row
 from PIL import Image
 
+from avq_diffusers.images import read_rgb
 from eval.quality import coco_score
 from eval.quality.networks import Inception
 
@@ -20,10 +21,32 @@ pytestmark = pytest.mark.usefixtures("own_state")
 def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
     """Catches images of COCO's folders by year, or of cameras, that are no reference."""
     (tmp_path / "val2014").mkdir()
-    names = ["b.JPG", "val2014/a.jpeg", "val2014/c.png"]
-    for name in (*names, "a.txt", "val2014/._a.jpeg"):
+    names = ["b.JPG", "d.webp", "e.bmp", "f.tif", "val2014/a.jpeg", "val2014/c.png"]
+    (tmp_path / ".thumbnails").mkdir()
+    for name in (*names, "a.txt", "clip.gif", "val2014/._a.jpeg", ".thumbnails/b.jpg"):
         (tmp_path / name).touch()
     assert coco_score.real_images(tmp_path) == [tmp_path / name for name in names]
+    (tmp_path / "more").symlink_to(tmp_path / ".thumbnails", target_is_directory=True)
+    assert tmp_path / "more/b.jpg" in coco_score.real_images(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["turned.jpg", "transparent.png", "grey16.png"])
+def test_images_are_read_as_clean_fid_reads_them(tmp_path, name):
+    """Catches another reader, with which an FID no longer compares with published ones."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    images = {
+        "turned.jpg": (noise(64, 48, 0)[1], {"exif": exif}),
+        "transparent.png": (Image.new("RGBA", (8, 8), (0, 0, 0, 0)), {}),
+        "grey16.png": (Image.fromarray(np.full((8, 8), 0x4080, np.uint16)), {}),
+    }
+    image, options = images[name]
+    image.save(tmp_path / name, **options)
+    seen = coco_score._read(tmp_path / name, 0, lambda image, _: np.asarray(image))
+    # clean-fid: `np.array(Image.open(path).convert("RGB"))`
+    with Image.open(tmp_path / name) as opened:
+        assert np.array_equal(seen, np.asarray(opened.convert("RGB")))
+    assert not np.array_equal(seen, np.asarray(read_rgb(tmp_path / name)))
 
 
 @pytest.mark.parametrize("name", ["method", "levels", "captions", "size", "dtype"])

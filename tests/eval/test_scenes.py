@@ -126,6 +126,22 @@ def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys
         with pytest.raises(Killed):
             run_command(monkeypatch, *go_on)
     assert json.loads(path.read_text())["rows"] == rows
+
+    def killed_later(*positional, description, **options):
+        if not description.startswith(EXACT):
+            raise Killed
+        return generate(*positional, description=description, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scenes, "generate", killed_later)
+        with pytest.raises(Killed):
+            run_command(monkeypatch, *go_on)
+    images = path.with_suffix(".exact.npy")
+    saved = images.read_bytes()
+    np.save(images, np.zeros_like(np.load(images)))
+    with pytest.raises(ValueError, match=r"exact\.npy is not the file that this run saved; delete"):
+        run_command(monkeypatch, *go_on)
+    images.write_bytes(saved)
     run_command(monkeypatch, *go_on)
     stored = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(stored) == [scene_rows.REAL, scene_rows.BROKEN, EXACT, TOME, NO_ATTENTION]

@@ -4,6 +4,7 @@ The messages themselves are tested beside the code that gives them; here are the
 traces only show from outside.
 """
 
+import json
 import pickle
 import re
 import resource
@@ -159,7 +160,7 @@ def finished(tmp_path):
     config = load_config(RUN_CONFIG, DistillConfig, [])
     states = {"objective": 1.0, "optimizer": 2.0}
     tensors = {name: {"x": torch.full((3,), x)} for name, x in states.items()}
-    checkpoint.save(tmp_path / "run", 2, tensors, config=config, keep=1)
+    checkpoint.save(tmp_path / "run", 2, tensors, config=config, keep=1, schedule={"last_epoch": 2})
     (tmp_path / "run" / "log.jsonl").write_text('{"step": 2}\n')
     return tmp_path / "run"
 
@@ -185,9 +186,18 @@ def test_a_damaged_checkpoint_is_named(finished, damage):
     with pytest.raises(ValueError, match=expected):
         found.tensors("objective")
     assert contents(finished) == before
-    (found.path / "run.json").write_text('{"step": "1"}')
-    with pytest.raises(ValueError, match=r"run\.json is damaged \(it lacks step, .*sha256"):
+
+
+@pytest.mark.parametrize("change", [{"step": 1}, {"step": -1}, {"schedule": None}, None])
+def test_a_changed_state_of_a_run_is_refused(finished, change):
+    """Catches a run that goes on from another step, with other codebooks and no word about it."""
+    path = checkpoint.newest(finished).path / "run.json"
+    run = json.loads(path.read_text())
+    path.write_text(json.dumps(change and {**run, **change}))
+    with pytest.raises(ValueError, match=r"run\.json is damaged \(.*; delete .* to resume from"):
         checkpoint.newest(finished)
+    path.write_text(json.dumps(run))
+    assert checkpoint.newest(finished).step == 2
 
 
 def test_a_checkpoint_with_nan_is_refused(tmp_path):
