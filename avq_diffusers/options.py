@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_SEED = 2**63 - 1
+LARGEST_TOLERANCE = 0.5
 
 Dilated = Annotated[
     bool,
@@ -46,8 +47,17 @@ def tolerances_of(option: str, text: str) -> tuple[float, ...]:
             f"{option} must be numbers such as 0.1 or 0.05,0.1, but got {text!r}."
         ) from error
     for tolerance in tolerances:
-        check_positive(option, tolerance)
+        check_tolerance(option, tolerance)
     return tolerances
+
+
+def check_tolerance(option: str, tolerance: float) -> None:
+    """Refuse a tolerance that is not above 0 and at most 0.5; errors name `option`."""
+    if not 0 < tolerance <= LARGEST_TOLERANCE:
+        raise ValueError(
+            f"{option} must be above 0 and at most {LARGEST_TOLERANCE}, where 0.02 is 2 %, but got "
+            f"{tolerance}."
+        )
 
 
 def check_positive(option: str, value: float) -> None:

@@ -58,11 +58,12 @@ def test_numbers_are_ascii_and_short(text):
 
 
 def test_tolerances():
-    assert tolerances_of("--tolerances", "0.05,1") == (0.05, 1.0)
+    assert tolerances_of("--tolerances", "0.05,.5") == (0.05, 0.5)
     for text, message in (
         ("0.1,", "--tolerances must be numbers such as 0.1 or 0.05,0.1, but got '0.1,'"),
-        ("0.1,-1", "--tolerances must be above 0 and finite, but got -1.0"),
-        ("nan", "--tolerances must be above 0 and finite, but got nan"),
+        ("0.1,-1", "--tolerances must be above 0 and at most 0.5, where 0.02 is 2 %, but got -1.0"),
+        ("nan", "--tolerances must be above 0 and at most 0.5, where 0.02 is 2 %, but got nan"),
+        ("2", "0.02 is 2 %, but got 2.0"),
     ):
         with pytest.raises(ValueError, match=message):
             tolerances_of("--tolerances", text)

@@ -17,7 +17,7 @@ from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
     LARGEST_SEED,
     Dilated,
-    check_positive,
+    check_tolerance,
     finite,
     folder_to_write,
     hide_torchvision_notes,
@@ -150,7 +150,7 @@ def generate(
     if num_refined is not None and tolerance is not None:
         raise ValueError("--num-refined and --tolerance exclude each other; drop one of them.")
     if tolerance is not None:
-        check_positive("--tolerance", tolerance)
+        check_tolerance("--tolerance", tolerance)
     chosen = ModelRequest.from_options(
         *(model, codebooks, config, levels, exact, device),
         refined=() if num_refined is None else [num_refined],

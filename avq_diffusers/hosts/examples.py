@@ -92,7 +92,7 @@ def run_examples(
     with _quiet(pipe):
         for index, prompt in enumerate(examples):
             yield pipe(
-                prompt,
+                prompt=prompt,
                 num_inference_steps=num_inference_steps,
                 generator=torch.Generator().manual_seed(seed + index),
                 output_type="latent",
