@@ -1,103 +1,193 @@
 """Profiles in the user's cache folder, so that each model is measured once."""
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
+from PIL import Image
 from platformdirs import user_cache_path
-from torch import Tensor
+from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.host import Hosted
-from avq_diffusers.hosts.layers import ATTRIBUTE
+from avq_diffusers.hosts.host import Hosted, installed
 from avq_diffusers.hosts.profile import ErrorProfile
 
-# This many numbers per parameter tell two trainings apart.
-_SAMPLED = 16
+# Seconds to wait for another process that writes a profile.
+PATIENCE = 5.0
+# Numbers per partial checksum.
+_CHUNK = 1 << 20
+# What every module has; its tensors, children and hooks are read separately.
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, range)
 
 
 class KeptProfile:
     """The cached profiles of a pipeline.
 
+    The key holds the contents of all that can change the output. With contents that cannot be read,
+    such as those of a callback or a forward hook, nothing is kept.
+
     Args:
-        models: the pipeline's models.
-        scheduler: the pipeline's scheduler, if it has one.
+        pipe: the pipeline or model.
+        models: its models, with or without AVQ.
         config, arguments: as passed to the measurement.
     """
 
     def __init__(
         self,
+        pipe: Any,
         models: Sequence[Hosted],
-        scheduler: Any,
         config: AVQConfig | None,
         arguments: Mapping[str, Any],
     ) -> None:
-        settings = getattr(scheduler, "config", {})
-        settings = {name: settings[name] for name in sorted(settings) if name[0] != "_"}
-        facts: list[Any] = [repr(config), type(scheduler).__name__, repr(settings)]
-        for name, value in sorted(arguments.items()):
-            if name != "progress" and not callable(value):
-                facts += [name, _digest(value)]
-        for hosted in models:
-            facts += [type(hosted.model).__name__, *_sampled(hosted.model.named_parameters())]
-        self.name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
         self.folder = user_cache_path("avq-diffusers") / "profiles"
+        self.name: str | None = None
+        given = {name: value for name, value in arguments.items() if name != "progress"}
+        parts = {"": pipe} if isinstance(pipe, nn.Module) else vars(pipe)
+        with suppress(_UnknownContentError), ExitStack() as stack:
+            for hosted in models:
+                stack.enter_context(installed(hosted, {}))
+            scheduler = getattr(pipe, "scheduler", None)
+            facts = [
+                *(repr(config), _device_name(pipe, models), _digest(given)),
+                *(type(scheduler).__qualname__, _digest(_settings(scheduler))),
+                *(
+                    f"{name} {_of_module(part)}"
+                    for name, part in sorted(parts.items())
+                    if isinstance(part, nn.Module)
+                ),
+            ]
+            self.name = _digest(facts)
 
     def load(self, examples: Any = None) -> ErrorProfile | None:
         """The profile measured on these examples, or without examples the model's latest one.
 
         None if no readable one exists; then it is measured again.
         """
-        measured_on = "*" if examples is None else _digest(examples)
-        found = self.folder.glob(f"{self.name}-{measured_on}.json")
+        if self.name is None:
+            return None
         try:
+            measured_on = "*" if examples is None else _digest(examples)
+            found = self.folder.glob(f"{self.name}-{measured_on}.json")
             return ErrorProfile.load(max(found, key=_modified))
         except (OSError, ValueError):
             return None
 
     def save(self, profile: ErrorProfile, examples: Any) -> None:
-        """Cache a profile, unless the folder is not writable."""
-        path = self.folder / f"{self.name}-{_digest(examples)}.json"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / "profiles.lock"):
-                profile.save(path)
-        except OSError:
+        """Cache a profile, unless the folder is not writable or another process keeps it locked."""
+        if self.name is None:
             return
+        try:
+            path = self.folder / f"{self.name}-{_digest(examples)}.json"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / "profiles.lock", timeout=PATIENCE):
+                profile.save(path)
+        except (OSError, Timeout, _UnknownContentError):
+            return
+
+
+class _UnknownContentError(ValueError):
+    """The contents of an object cannot be read."""
 
 
 def _modified(path: Path) -> int:
     return path.stat().st_mtime_ns
 
 
-def _sampled(parameters: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    """Names, types, devices and some values of a model's parameters.
+def _settings(scheduler: Any) -> dict[str, Any]:
+    config = getattr(scheduler, "config", {})
+    return {name: value for name, value in config.items() if not name.startswith("_")}
 
-    Parameters that are not loaded, or quantized by another library, contribute no values.
+
+def _device_name(pipe: Any, models: Sequence[Hosted]) -> str:
+    """Where the pipeline runs, even if its weights wait elsewhere between calls."""
+    device = getattr(pipe, "_execution_device", None)
+    if device is None:
+        device = next(models[0].model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@torch.no_grad()
+def _of_module(root: nn.Module) -> str:
+    """Digest of a module's weights and settings: adapters, their scales, FreeU and the like.
+
+    Raises:
+        _UnknownContentError: it has forward hooks, or weights that are not loaded.
     """
-    found: list[Any] = []
-    for name, parameter in parameters:
-        if ATTRIBUTE in name.split("."):
-            continue  # belongs to codebooks
-        values, device = parameter.detach(), parameter.device
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        found += [name, str(values.dtype), [*values.shape], where]
-        if not values.is_meta and type(values) is Tensor:
-            stride = max(1, values.numel() // _SAMPLED)
-            found.append(_digest(values.flatten()[::stride][:_SAMPLED]))
-    return found
+    facts: list[Any] = []
+    for name, module in root.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise _UnknownContentError
+        facts += [name, type(module).__module__, type(module).__qualname__]
+        for key, value in sorted(vars(module).items()):
+            if key not in _OF_MODULES or key == "training":
+                facts += [key, _of_setting(value)]
+        tensors = {**module._parameters, **module._buffers}
+        facts += [(key, _of_tensor(value)) for key, value in tensors.items() if value is not None]
+    return _digest(facts)
+
+
+def _of_setting(value: Any) -> str:
+    """Digest of an attribute of a module; the class's name if it is no plain value."""
+    try:
+        return _digest(value)
+    except _UnknownContentError:
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _digest(value: Any) -> str:
-    """Digest of numbers, strings, tensors and lists of them; other objects by their text."""
-    state = hashlib.sha256()
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(one, Tensor):
-            state.update(repr((one.dtype, one.shape)).encode())
-            one = one.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        state.update(one if isinstance(one, bytes) else repr(one).encode())
-    return state.hexdigest()[:16]
+    """Digest of contents.
+
+    Raises:
+        _UnknownContentError: `value` is or holds something whose contents cannot be read.
+    """
+    state = hashlib.sha256(type(value).__qualname__.encode())
+    for piece in _pieces(value):
+        state.update(len(piece).to_bytes(8, "little") + piece)
+    return state.hexdigest()[:24]
+
+
+def _pieces(value: Any) -> list[bytes]:
+    if isinstance(value, Tensor):
+        return [_of_tensor(value).encode()]
+    if isinstance(value, torch.Generator):
+        return [str(value.device).encode(), value.get_state().numpy().tobytes()]
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return [repr((value.dtype, value.shape)).encode(), value.tobytes()]
+    if isinstance(value, Image.Image):
+        palette = _digest(value.getpalette())
+        return [repr((value.mode, value.size, palette)).encode(), value.tobytes()]
+    if isinstance(value, Mapping):
+        return [_digest(x).encode() for pair in value.items() for x in pair]
+    if isinstance(value, list | tuple):
+        return [_digest(x).encode() for x in value]
+    if isinstance(value, set | frozenset):
+        return sorted(_digest(x).encode() for x in value)
+    if isinstance(value, _PLAIN):
+        return [repr(value).encode()]
+    raise _UnknownContentError
+
+
+@torch.no_grad()
+def _of_tensor(tensor: Tensor) -> str:
+    """Digest of a tensor by checksums over all its bytes, computed on its device."""
+    if hasattr(tensor, "__tensor_flatten__"):  # quantized or sharded: tensors inside
+        names, _ = tensor.__tensor_flatten__()
+        return _digest([type(tensor).__qualname__, *(getattr(tensor, x) for x in names)])
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise _UnknownContentError
+    values = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    values = values.contiguous().flatten()
+    words = values.view({1: torch.uint8, 2: torch.int16}.get(values.itemsize, torch.int32))
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(1 << 62, (min(_CHUNK, len(words)),), generator=generator)
+    factors = factors.to(words.device)
+    sums = [(x.long() * factors[: len(x)]).sum() for x in words.split(_CHUNK)]
+    checksums = torch.stack(sums).tolist() if len(words) else []
+    return _digest([str(tensor.dtype), [*tensor.shape], checksums])

@@ -23,6 +23,8 @@ from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
 # Unit of times -> wording of a gain; operations say little about time on a CPU.
 MILLISECONDS, OPERATIONS = "ms", "GFLOP"
+# Far above any effect or time; its square is finite.
+_LARGEST = 1e100
 GAINS = {MILLISECONDS: "times as fast", OPERATIONS: "times as cheap"}
 
 
@@ -71,7 +73,7 @@ class LayerEffects:
         for effects in self.effects.values():
             if {*effects, EXACT} != {*self.times}:
                 raise ValueError(f"effects and times of {name} have different sizes.")
-            if not all(0 <= x < math.inf for x in (*effects.values(), *self.times.values())):
+            if not all(0 <= x < _LARGEST for x in (*effects.values(), *self.times.values())):
                 raise ValueError(f"effects and times of {name} must be finite and not negative.")
 
     def in_one_part(self) -> "LayerEffects":
@@ -203,13 +205,17 @@ class ErrorProfile:
         that overshoots, layers move back to faster sizes.
 
         Args:
-            tolerance: the largest output error, relative to exact attention's output; above 0.
+            tolerance: the largest output error, relative to exact attention's output; above 0
+                and at most 0.5.
 
         Raises:
             TypeError: `tolerance` is not a number.
-            ValueError: it is not above 0, or not finite.
+            ValueError: it is not above 0 and at most 0.5.
         """
-        limit = self._uncorrected(checked_tolerance(tolerance)) ** 2
+        return self._within(checked_tolerance(tolerance))
+
+    def _within(self, tolerance: float) -> Allocation:
+        limit = self._uncorrected(tolerance) ** 2
         parts = {
             (one.layer.name, start): one.options(start, share)
             for one in self.layers
@@ -237,7 +243,7 @@ class ErrorProfile:
 
         Raises:
             TypeError: `tolerance` is not a number.
-            ValueError: it is not above 0 or not finite, or all layers need exact attention.
+            ValueError: it is not above 0 and at most 0.5, or all layers need exact attention.
         """
         start = NUM_TRAIN_TIMESTEPS
         layers = tuple(one.in_one_part() for one in self.layers)
@@ -254,11 +260,11 @@ class ErrorProfile:
         low, high = 1e-6, 1e3
         for _ in range(60):
             middle = (low * high) ** 0.5
-            if self.within(middle).time <= time:
+            if self._within(middle).time <= time:
                 high = middle
             else:
                 low = middle
-        return self.within(high)
+        return self._within(high)
 
     def uniform(self, sizes: str) -> Allocation:
         """The same sizes in all layers; exact attention where they were not measured."""
@@ -394,7 +400,7 @@ class ErrorProfile:
         errors = [plan.error for plan in equal.values()]
         low, high = math.log10(min(errors) / 3), math.log10(max(errors))
         tolerances = [10 ** (low + (high - low) * step / 60) for step in range(61)]
-        best = [plan for plan in map(self.within, tolerances) if plan.error > 0]
+        best = [plan for plan in map(self._within, tolerances) if plan.error > 0]
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
         axes.plot([x.error for x in best], [x.speedup for x in best], label="within a tolerance")

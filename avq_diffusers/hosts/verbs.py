@@ -33,7 +33,7 @@ from avq_diffusers.hosts.host import (
 from avq_diffusers.hosts.kept_profiles import KeptProfile
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.measurement import measure_error
+from avq_diffusers.hosts.measurement import measure_error, output_errors
 from avq_diffusers.hosts.models import AnyModel, all_models_of, models_of, name_of, select_layers
 from avq_diffusers.hosts.profile import (
     ErrorProfile,
@@ -56,6 +56,9 @@ from avq_diffusers.hosts.sources import (
 )
 from avq_diffusers.hosts.state import AttentionFunction, LayerState, disabled
 from avq_diffusers.hosts.unet import UNET, prepare
+
+# How many times the tolerance one measured call of a kept plan may be off.
+MOST_OFF = 2.0
 
 
 def apply_avq(
@@ -110,7 +113,7 @@ def apply_avq(
             earlier measurement, which needs a tolerance. None is M64P16C8 at the finest level with
             self-attention, and M128P32C8E1024 in diffusers transformers.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
-            exact attention's, such as 0.02.
+            exact attention's: above 0 and at most 0.5, such as 0.02 for 2 %.
         prompt: one or more prompts to measure on; needs a pipeline. Use four or more for the
             tolerance to hold on other prompts.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
@@ -132,7 +135,7 @@ def apply_avq(
             come without a tolerance.
         ValueError: codebooks, profile or configuration do not fit the model, backend or route is
             unknown, the UNet has LinFusion layers, the transformer runs in context parallel, or the
-            tolerance is not above 0.
+            tolerance is not above 0 and at most 0.5.
     """
     models = models_of(pipe)
     check_backend(backend)
@@ -223,9 +226,10 @@ def _resolved(
     check_source(source)
     if isinstance(source, AVQCodebooks):
         raise ValueError(WITHOUT_CODEBOOKS)
-    scheduler = getattr(pipe, "scheduler", None)
-    kept = KeptProfile(models_of(pipe), scheduler, source, measurement)
+    kept = KeptProfile(pipe, models_of(pipe), source, measurement)
     profile = kept.load(examples)
+    if profile is not None and not _still_holds(pipe, profile, tolerance, examples, measurement):
+        profile = None
     if profile is None:
         if examples is None:
             raise TypeError(
@@ -235,6 +239,39 @@ def _resolved(
         profile = measure_error(pipe, examples, source, **measurement)
         kept.save(profile, examples)
     return profile
+
+
+def _still_holds(
+    pipe: DiffusionPipeline | nn.Module,
+    profile: ErrorProfile,
+    tolerance: Any,
+    examples: Any,
+    measurement: Mapping[str, Any],
+) -> bool:
+    """Whether a kept profile fits the layers and, in a measured run, the tolerance."""
+    layers = [
+        replace(layer, name=hosted.prefix + layer.name)
+        for hosted in models_of(pipe)
+        for layer in select_layers(hosted.model, profile.config.levels, profile.config.exact)
+    ]
+    try:
+        profile.check_layers(layers)
+    except ValueError:
+        return False
+    if examples is None:
+        return True
+    allocation = profile.within(tolerance)
+    shortest = {**measurement, "num_inference_steps": 1, "parts": 1, "progress": False}
+    one = examples if isinstance(examples, Tensor) else [*examples][:1]
+    ((error,),) = output_errors(pipe, one, [allocation.choices], profile.config, **shortest)
+    if error <= MOST_OFF * tolerance:
+        return True
+    warnings.warn(
+        f"the kept measurement no longer holds: the output is off by {100 * error:.2g} % where "
+        f"{100 * tolerance:g} % were asked for, so the model is measured again.",
+        stacklevel=4,
+    )
+    return False
 
 
 def remove_avq(pipe: AnyModel) -> AnyModel:
