@@ -23,7 +23,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import atomic_write, sha256_all
 from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
 from distill.quantizer import recorded
@@ -40,6 +40,7 @@ from distill.vision.models import at_size_of, load_model
 
 METRICS = {"classification": "top1", "segmentation": "miou"}
 CONFIG_FILE = "config.json"
+DIGESTS = "digests.json"  # in a checkpoint
 # Fields that a resumed run may change.
 FREE = tuple(
     f"trainer.{name}" for name in ("logging_steps", "save_total_limit", "dataloader_num_workers")
@@ -101,6 +102,12 @@ class Steps(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         step = state.global_step
         update_codebooks(self.layers, self.settings, step, args.seed + step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            with atomic_write(folder / DIGESTS) as temporary:
+                temporary.write_text(json.dumps(checkpoint_digests(folder)))
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any
@@ -272,7 +279,7 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
 
     Raises:
         OSError, ValueError, TypeError: as `open_run`, or the folder holds a run and `resume` is
-            False or its settings differ.
+            False, its settings differ, or its newest checkpoint is damaged.
         FloatingPointError: the loss is not finite.
     """
     state = PartialState()
@@ -280,6 +287,8 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
         if state.is_main_process:
             _claim(output / CONFIG_FILE, config, resume)
     found = newest_checkpoint(output)
+    if found is not None:
+        check_saved(found)
     run = open_run(config, output)
     if run.layers and found is None:
         run.start_codebooks()
@@ -300,6 +309,31 @@ def newest_checkpoint(output: Path) -> Path | None:
     """The newest complete checkpoint; a killed run can leave one without its last file."""
     found = [path.parent for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def checkpoint_digests(folder: Path) -> dict[str, str | None]:
+    """Digests of a checkpoint's files by name; other processes may still write random states."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS)
+    paths = [path for path in paths if not path.name.startswith("rng_state")]
+    return dict(zip((path.name for path in paths), sha256_all(paths), strict=True))
+
+
+def check_saved(folder: Path) -> None:
+    """Check that a checkpoint's files are those that were saved.
+
+    Raises:
+        ValueError: they are not.
+    """
+    path = folder / DIGESTS
+    try:
+        saved = json.loads(path.read_text()) if path.is_file() else None
+    except (RecursionError, ValueError):
+        saved = None
+    if saved != checkpoint_digests(folder):
+        raise ValueError(
+            f"{folder} does not hold the files that were saved; delete it to resume from the "
+            f"checkpoint before."
+        )
 
 
 def _claim(path: Path, config: VisionConfig, resume: bool) -> None:

@@ -211,6 +211,12 @@ def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path):
     shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-99")  # a kill cut it short
     (tmp_path / "checkpoint-99" / "trainer_state.json").unlink()
     assert newest_checkpoint(tmp_path).name == "checkpoint-5"  # in the middle of an epoch
+    path = tmp_path / "checkpoint-5" / "trainer_state.json"
+    saved = path.read_text()
+    path.write_text(saved.replace('"global_step": 5', '"global_step": 6'))
+    with pytest.raises(ValueError, match="checkpoint-5 does not hold the files that were saved"):
+        fine_tune(settings(place, **changes), tmp_path, resume=True)
+    path.write_text(saved)
     fine_tune(settings(place, **changes), tmp_path, resume=True)
     assert_same_weights(tmp_path / "whole", tmp_path, rtol=1e-5, atol=1e-6)
     again = settings(place, **changes, **{"trainer.gradient_checkpointing": "true"})
