@@ -1,4 +1,4 @@
-"""Floating point operations of AVQ's operators, for PyTorch's `FlopCounterMode`.
+"""Floating point operations of AVQ's operators, for PyTorch's counter.
 
 As for PyTorch's own attention, only products count, two operations per multiply-add; their numbers
 follow from the shapes.
@@ -23,7 +23,11 @@ def forward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spe
 
 
 def backward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
-    """Operations of a backward pass, which assigns the keys and computes the logits again."""
+    """Operations of a backward pass, which assigns the keys and computes the logits again.
+
+    Args:
+        query, num_keys, num_sinks, spec: as in `forward_flops`.
+    """
     return _assignment(query, num_keys, spec) + 5 * _product(query, num_keys, num_sinks, spec)
 
 

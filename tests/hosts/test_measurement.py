@@ -362,22 +362,23 @@ class TestRefusals:
         with pytest.raises(TypeError, match=message):
             measure(thing, [PROMPT])
 
-    def test_layers_that_avq_does_not_serve(self, pipe):
-        """Catches codebooks that were fitted to nothing, and a tolerance that ends in an error."""
-        tomesd.apply_patch(pipe, use_rand=False)
-        run = {"num_inference_steps": 1, **SIZE}
-        with pytest.raises(RuntimeError, match="no call that AVQ serves: tokens are not the grid"):
-            calibrate(pipe, [PROMPT], CONFIG, **run)
-        with pytest.warns(UserWarning, match="layers, which stay exact: tokens are not the grid"):
-            profile = measure_error(pipe, PROMPT, CONFIG, **run)
-        choices = profile.within(0.02).choices.values()
-        assert {str(choice) for parts in choices for choice in parts.values()} == {"exact"}
-        assert "exact" in str(profile)
-
     def test_layers_that_do_not_run(self, pipe, measure):
         pipe.unet.forward = lambda x, *_, **__: (x,)
         with pytest.raises(RuntimeError, match=r"attn1 .*did not run"):
             measure(pipe, [PROMPT], CONFIG, num_inference_steps=1, **SIZE)
+
+
+def test_layers_that_avq_does_not_serve(pipe):
+    """Catches codebooks that were fitted to nothing, and a tolerance that ends in an error."""
+    tomesd.apply_patch(pipe, use_rand=False)
+    run = {"num_inference_steps": 1, **SIZE}
+    with pytest.raises(RuntimeError, match="no call that AVQ serves: tokens are not the grid"):
+        calibrate(pipe, [PROMPT], CONFIG, **run)
+    with pytest.warns(UserWarning, match="layers, which stay exact: tokens are not the grid"):
+        profile = measure_error(pipe, PROMPT, CONFIG, **run)
+    choices = profile.within(0.02).choices.values()
+    assert {str(choice) for parts in choices for choice in parts.values()} == {"exact"}
+    assert "exact" in str(profile)
 
 
 def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
