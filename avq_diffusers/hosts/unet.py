@@ -227,12 +227,13 @@ class AVQProcessor(AttnProcessor2_0):
             own.count(reason or AVQ_CALL)
             if reason is None:
                 return _attend(attn, own, hidden_states)
-        if own is None:
+        if own is None and not self.is_prepared:
             raise RuntimeError(UNPREPARED)
-        is_unloaded = isinstance(own.previous.processor, IP_ADAPTERS) and isinstance(
-            encoder_hidden_states, Tensor
-        )
-        if is_unloaded:
+        # Tools put a processor back after AVQ was removed, or after they removed an IP-Adapter.
+        if own is None or (
+            isinstance(own.previous.processor, IP_ADAPTERS)
+            and isinstance(encoder_hidden_states, Tensor)
+        ):
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb
             )
@@ -435,8 +436,6 @@ def prepare(model: nn.Module) -> None:
             states = processor.make_states(layers)
             UNET.tidy(model)
             install({hosted: states})
-        for each in found:
-            each.is_prepared = True
         _awaiting.difference_update(found)
         _stop_waiting()
 

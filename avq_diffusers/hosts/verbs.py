@@ -261,9 +261,11 @@ def _still_holds(
     if examples is None:
         return True
     allocation = profile.within(tolerance)
-    shortest = {**measurement, "num_inference_steps": 1, "parts": 1, "progress": False}
+    run = {**measurement, "parts": len(profile.shares), "progress": False}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
-    ((error,),) = output_errors(pipe, one, [allocation.choices], profile.config, **shortest)
+    ((error,),) = output_errors(
+        pipe, one, [allocation.choices], profile.config, weights=profile.weights, **run
+    )
     if error <= MOST_OFF * tolerance:
         return True
     warnings.warn(

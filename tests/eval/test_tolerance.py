@@ -36,10 +36,17 @@ def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
     """Catches images of another plan than the one whose time and error are told."""
     three_level_pipe().save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1,2"]
-    arguments += ["--tolerances", "0.00001,9", "--methods", "M4/own,tome@.5", "--output", tmp_path]
+    arguments += [
+        "--tolerances",
+        "0.00001,0.5",
+        "--methods",
+        "M4/own,tome@.5",
+        "--output",
+        tmp_path,
+    ]
     run_command(monkeypatch, "tolerance", *arguments)
     rows = rows_of(tmp_path / "tolerance_levels01.json")
-    asked, loose, exact = rows["tolerance 1e-05"], rows["tolerance 9"], rows["exact"]
+    asked, loose, exact = rows["tolerance 1e-05"], rows["tolerance 0.5"], rows["exact"]
     assert (asked["psnr"], asked["times_as_fast"]) == (exact["psnr"], 1)
     assert asked["errors"] == exact["errors"] == [0.0, 0.0]
     # All layers run the fastest sizes, which are those of the smallest equal ones.
@@ -83,7 +90,7 @@ def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, cap
     model = choosing(lambda: ViTModel(ViTConfig(**WIDE)))
     model.save_pretrained(tmp_path / "tiny")
     arguments = ["--model", tmp_path / "tiny", "--size", 80, "--probed", 2, "--images", 2]
-    arguments += ["--tolerances", "9", "--output", tmp_path]
+    arguments += ["--tolerances", "0.5", "--output", tmp_path]
     run_command(monkeypatch, "vision", "tolerance", *arguments)
     rows = rows_of(tmp_path / "vision_tolerance_tiny_80_cpu.json")
     expected = []
@@ -94,5 +101,5 @@ def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, cap
         found = model(pixels, **ANY_SIZE)[0]
         expected.append(float((found - exact).norm() / exact.norm()))
         remove_avq(model)
-    assert rows["tolerance 9"]["errors"] == pytest.approx(expected, rel=1e-3)
-    assert "| tolerance 9 |" in capsys.readouterr().out
+    assert rows["tolerance 0.5"]["errors"] == pytest.approx(expected, rel=1e-3)
+    assert "| tolerance 0.5 |" in capsys.readouterr().out

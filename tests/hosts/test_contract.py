@@ -383,7 +383,9 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
             (ValueError, {"source": kind.config(**COARSE, key_norm=True)}),
             (ValueError, {"backend": "fast"}),
             (ValueError, {"route": "fast"}),
-            (TypeError, {"source": "M4P2C2"}),
+            (ValueError, {"source": "M4P"}),
+            (TypeError, {"source": 4}),
+            (TypeError, {"levls": (0,)}),
         ):
             with pytest.raises(error):
                 apply_avq(model, **{"source": kind.config(**OTHER), **arguments})
