@@ -168,6 +168,7 @@ class _Events:
             progress((step + 1) / steps, f"{title}, step {step + 1} of {steps}")
             return tensors
 
+        after_step.only_watches = True  # type: ignore[attr-defined]
         return after_step
 
 

@@ -30,7 +30,8 @@ class KeptProfile:
     """The cached profiles of a pipeline.
 
     The key holds the contents of all that can change the output. With contents that cannot be read,
-    such as those of a callback or a forward hook, nothing is kept.
+    such as those of a callback or a forward hook, nothing is kept; a callback that changes nothing
+    may say so with the attribute `only_watches`.
 
     Args:
         pipe: the pipeline or model.
@@ -47,7 +48,11 @@ class KeptProfile:
     ) -> None:
         self.folder = user_cache_path("avq-diffusers") / "profiles"
         self.name: str | None = None
-        given = {name: value for name, value in arguments.items() if name != "progress"}
+        given = {
+            name: value
+            for name, value in arguments.items()
+            if name != "progress" and not getattr(value, "only_watches", False)
+        }
         parts = {"": pipe} if isinstance(pipe, nn.Module) else vars(pipe)
         with suppress(_UnknownContentError), ExitStack() as stack:
             for hosted in models:
