@@ -475,11 +475,13 @@ def _stop_waiting() -> None:
             _hook = None
 
 
-@torch.compiler.disable
+_prepare_outside_graphs = torch.compiler.disable(prepare)
+
+
 def _before_any_module(module: nn.Module, args: Any) -> None:
     for model in (module, *module.children()):  # or a wrapper, such as that of torch.compile
         if isinstance(model, ModelMixin) and "down_blocks" in model._modules:
-            prepare(model)
+            _prepare_outside_graphs(model)
 
 
 def _processor_config(layers: Sequence[Layer]) -> AVQConfig:

@@ -349,6 +349,16 @@ class TestSetOnAStockUNet:
         del processor
         assert not waits()
 
+    def test_other_models_compile_while_a_processor_waits(self):
+        """Catches a hook that breaks the graphs of every model."""
+        torch._dynamo.reset()
+        processor = AVQProcessor()
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        model.compile(backend="eager", fullgraph=True)
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+        assert waits()
+        del processor
+
     def test_sdxl(self):
         """Level 0 of SDXL has no self-attention; its pipeline calls the UNet with more inputs."""
         pipe = sdxl_pipe()
