@@ -416,6 +416,8 @@ def prepare(model: nn.Module) -> None:
         attentions = [x for x in model.modules() if isinstance(x, Attention)]
         ours = [attn for attn in attentions if isinstance(attn.processor, AVQProcessor)]
         found = {attn.processor for attn in ours if _is_unprepared(attn)}
+        _awaiting.difference_update(attn.processor for attn in ours)
+        _stop_waiting()
         if not found:
             return
         processor, *others = found
@@ -436,8 +438,6 @@ def prepare(model: nn.Module) -> None:
             states = processor.make_states(layers)
             UNET.tidy(model)
             install({hosted: states})
-        _awaiting.difference_update(found)
-        _stop_waiting()
 
 
 def _is_unprepared(attn: Attention) -> bool:
@@ -460,8 +460,6 @@ _hook: RemovableHandle | None = None
 def _await_call(processor: AVQProcessor) -> None:
     global _hook
     with CHANGES:
-        # Weak references are told in the order newest first: the set forgets a processor before.
-        weakref.finalize(processor, _stop_waiting).atexit = False
         _awaiting.add(processor)
         if _hook is None:
             _hook = register_module_forward_pre_hook(_before_any_module)
@@ -479,6 +477,9 @@ _prepare_outside_graphs = torch.compiler.disable(prepare)
 
 
 def _before_any_module(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling() and not _awaiting:
+        _stop_waiting()  # all were forgotten
+        return
     for model in (module, *module.children()):  # or a wrapper, such as that of torch.compile
         if isinstance(model, ModelMixin) and "down_blocks" in model._modules:
             _prepare_outside_graphs(model)

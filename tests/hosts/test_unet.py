@@ -34,6 +34,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.hosts import unet as host
 from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
@@ -268,6 +269,13 @@ def waits():
 class TestSetOnAStockUNet:
     """`unet.set_attn_processor(AVQProcessor(...))`, and no other line."""
 
+    @pytest.fixture(autouse=True)
+    def alone(self):
+        """Processors of other tests may still wait, and compiled frames be at their limit."""
+        host._awaiting.clear()
+        host._stop_waiting()
+        torch._dynamo.reset()
+
     @pytest.mark.parametrize(
         ("processor", "source"),
         [
@@ -347,17 +355,27 @@ class TestSetOnAStockUNet:
         processor = AVQProcessor()
         assert waits()
         del processor
+        torch.nn.Identity()(1)
         assert not waits()
 
     def test_other_models_compile_while_a_processor_waits(self):
         """Catches a hook that breaks the graphs of every model."""
-        torch._dynamo.reset()
         processor = AVQProcessor()
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         model.compile(backend="eager", fullgraph=True)
         assert model(torch.ones(1, 2)).shape == (1, 2)
         assert waits()
         del processor
+
+    def test_rebuilt_processors_of_prepared_layers_do_not_wait(self, unet):
+        """Catches a hook that stays while a student trains, or after an IP-Adapter was removed."""
+        apply_avq(unet, AVQConfig(**TINY), route="always")
+        unet.set_attn_processor({n: type(p)() for n, p in unet.attn_processors.items()})
+        assert waits()
+        expected = predict(unet)
+        assert not waits()
+        assert torch.equal(predict(unet), expected)
+        assert kinds(unet) == {"AVQ"}
 
     def test_sdxl(self):
         """Level 0 of SDXL has no self-attention; its pipeline calls the UNet with more inputs."""
