@@ -25,6 +25,7 @@ from avq_diffusers.options import (
     not_empty,
     numbers_of,
     read_prompts,
+    text_or_none,
     tolerances_of,
 )
 
@@ -82,7 +83,9 @@ Exact = Annotated[
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(callback=not_empty, help="What the image shows.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What it should not show.")]
+NegativePrompt = Annotated[
+    str | None, typer.Option(callback=text_or_none, help="What it should not show.")
+]
 Side = Annotated[int | None, typer.Option(callback=multiple_of(8), help="Pixels, a multiple of 8.")]
 GuidanceScale = Annotated[
     float | None,
@@ -251,7 +254,7 @@ def app_command(
         from avq_diffusers.cli.page import build_page, serve
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the page needs gradio: pip install 'avq-diffusers[app]'."
+            "the page needs gradio: in a clone of the repository, pip install -e '.[app]'."
         ) from error
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline

@@ -23,6 +23,7 @@ from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
+from avq_diffusers.options import check_text
 
 LARGEST_SEED = 2**32 - 1
 MOST_CHARACTERS = 5000  # per prompt; no text encoder reads that many
@@ -80,6 +81,10 @@ class _Events:
             raise _mistake("The prompt is empty; say what the image shows.")
         if len(prompt) > MOST_CHARACTERS:
             raise _mistake(f"The prompt is over {MOST_CHARACTERS} characters long.")
+        try:
+            check_text("The prompt", prompt)
+        except ValueError as error:
+            raise _mistake(str(error)) from error
         sides = f"one of {', '.join(map(str, self.sides))}"
         width = _whole("Width", width, self.sides, sides)
         height = _whole("Height", height, self.sides, sides)
