@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from avq_diffusers.cli.hub import check_found
 from avq_diffusers.cli.output import check_image_path, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
@@ -101,6 +102,12 @@ def _print_versions(is_asked: bool) -> None:
         raise typer.Exit
 
 
+def _check_names(model: str, codebooks: str | None) -> None:
+    check_found("--model", model, "model_index.json")
+    if codebooks is not None:
+        check_found("--codebooks", codebooks, "config.json")
+
+
 @app.callback()
 def avq(
     shows_version: Annotated[
@@ -162,6 +169,7 @@ def generate(
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
+    _check_names(model, codebooks)
 
     from avq_diffusers.cli.generate import generate_image
 
@@ -223,6 +231,7 @@ def bench(
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
+    _check_names(model, codebooks)
 
     from avq_diffusers.cli.bench import bench_model
 
@@ -250,6 +259,7 @@ def app_command(
     Example: avq app --port 8000
     """
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
+    _check_names(model, codebooks)
     try:
         from avq_diffusers.cli.page import build_page, serve
     except ModuleNotFoundError as error:
@@ -293,6 +303,7 @@ def calibrate_command(
     """
     texts = usual_prompts(model) if prompts is None else read_prompts("--prompts", prompts)
     chosen = ModelRequest.from_options(model, None, config, levels, exact, device)
+    _check_names(model, None)
 
     from avq_diffusers.cli.codebooks import calibrate_model
     from avq_diffusers.cli.loading import load_pipeline
@@ -316,6 +327,8 @@ def inspect(
 
     Example: avq inspect my-codebooks
     """
+    check_found("codebooks", codebooks, "config.json")
+
     from avq_diffusers.cli.codebooks import load_codebooks
     from avq_diffusers.cli.inspection import print_codebooks
 

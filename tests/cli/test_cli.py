@@ -543,7 +543,7 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         (f"generate --out {248 * 'a'}.png", "File name too long"),
         ("generate --negative-prompt blue --guidance-scale 1", "a --guidance-scale above 1, not 1"),
         ("generate --levels 7", "no self-attention at level 7, only at levels 0, 1"),
-        ("generate --codebooks nowhere", "codebooks nowhere could not be loaded: "),
+        ("generate --codebooks nowhere", "--codebooks nowhere is no file or folder"),
         (f"generate --codebooks {MINI_CODEBOOKS}", "codebooks of another model"),
         ("generate --codebooks CODEBOOKS --exact up_blocks", "--exact; drop one of them"),
         ("generate --tolerance 0", "--tolerance must be above 0 and finite, but got 0"),
@@ -587,6 +587,17 @@ def test_refuses(avq, model, codebooks, tmp_path, command, message):
     assert "Traceback" not in output
     assert written() == before
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("command", ["generate fox --model", "bench fox --model", "inspect"])
+def test_an_unknown_name_is_refused_at_once(avq, command):
+    """Catches half a minute of attempts to reach the Hub, and their messages."""
+    start = time.perf_counter()
+    code, output = avq(*command.split(), "no-such-name")
+    assert time.perf_counter() - start < 10
+    assert code == 2
+    assert squeezed("no-such-name is no file or folder") in output
+    assert output.count(".") == 1
 
 
 def test_a_truncated_model_is_one_sentence(avq, model, tmp_path):

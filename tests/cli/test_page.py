@@ -246,6 +246,23 @@ def test_work_for_a_client_that_left_stops(site, visit, calls, reference):
     assert len(steps) < 60
 
 
+def test_work_that_nobody_listens_to_stops(site, visit, calls, reference, monkeypatch):
+    """A client may join the queue and never read what it gets."""
+    from avq_diffusers.cli import page
+
+    monkeypatch.setattr(page, "UNHEARD_SECONDS", 0.5)
+    steps, act = calls
+    act.append(lambda: time.sleep(0.05))
+    data = json.dumps({"data": [PROMPT, SIDE, SIDE, 0, 100]}).encode()
+    address = f"{site[0]}gradio_api/call/generate_exact"
+    with urlopen(Request(address, data, {"Content-Type": "application/json"})) as answer:
+        answer.read()
+    while not steps:
+        time.sleep(0.01)
+    assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
+    assert len(steps) < 60
+
+
 def test_visitors_do_not_disturb_each_other(visit, reference):
     """Each gets the images that it would get alone; fails without a queue for the pipeline."""
     refined = (SIZES.num_refined, 0)
