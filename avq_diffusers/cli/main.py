@@ -259,13 +259,13 @@ def app_command(
     Example: avq app --port 8000
     """
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
-    _check_names(model, codebooks)
     try:
         from avq_diffusers.cli.page import build_page, serve
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "the page needs gradio: in a clone of the repository, pip install -e '.[app]'."
         ) from error
+    _check_names(model, codebooks)
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
 
