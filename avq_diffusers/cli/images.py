@@ -137,6 +137,7 @@ def step_times(pipe: DiffusionPipeline, request: ImageRequest) -> StepTimes:
     """
     seconds: list[float] = []
     arguments = _call_arguments(pipe, request)
+    start = time.perf_counter()
     with ExitStack() as exact:
         exact.enter_context(avq_disabled(pipe))
 
@@ -153,7 +154,6 @@ def step_times(pipe: DiffusionPipeline, request: ImageRequest) -> StepTimes:
 
         arguments[_step_callback(pipe)] = after_step
         steps = {"num_inference_steps": 2 + 2 * TIMED_PAIRS, "output_type": "latent"}
-        start = time.perf_counter()
         pipe(**{**arguments, **steps})
     return StepTimes(seconds[2::2], seconds[3::2])
 

@@ -285,6 +285,14 @@ def test_the_outcome_is_said_in_words(avq, likeness, speed, look):
     assert ("AVQ pays off on larger images" in said) == (max(avq) >= 2)
 
 
+@pytest.mark.parametrize("arguments", [{"seed": 1.5}, {"height": "128", "width": 128}])
+def test_numbers_in_python_are_whole(arguments):
+    """Catches an error from deep inside PyTorch or diffusers."""
+    name = next(iter(arguments))
+    with pytest.raises(TypeError, match=f"^{name} must be an int, but got "):
+        apply_avq(two_level_pipe(), tolerance=0.1, prompt=PROMPT, progress=False, **arguments)
+
+
 def test_steps_are_timed_in_turns():
     """Catches runs one after the other, which a machine's drift sets apart, and cold steps."""
     pipe = two_level_pipe()
