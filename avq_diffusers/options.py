@@ -120,10 +120,27 @@ def finite(option: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def not_empty(text: str) -> str:
-    """Callback for a prompt."""
+    """Callback for a prompt: refuse an empty one, and bytes that are not UTF-8."""
     if not text.strip():
         raise ValueError("the prompt is empty; say what the image shows.")
+    return check_text("the prompt", text)
+
+
+def check_text(name: str, text: str) -> str:
+    """Refuse text with lone surrogates, which no tokenizer reads; errors start with `name`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be text, but its character {error.start + 1} is a lone surrogate, "
+            f"{text[error.start]!a}."
+        ) from error
     return text
+
+
+def text_or_none(option: typer.CallbackParam, text: str | None) -> str | None:
+    """Callback for an optional text, such as a negative prompt."""
+    return None if text is None else check_text(option.opts[0], text)
 
 
 def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | None]:

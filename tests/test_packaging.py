@@ -14,14 +14,20 @@ PACKAGE = ROOT / "avq_diffusers"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The names of the files in the wheel, which is built from a copy of the sources."""
+def clone(tmp_path_factory):
+    """A copy of the sources."""
     clone = tmp_path_factory.mktemp("clone")
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, clone)
     for package in ("avq_diffusers", "distill", "eval", "tests"):
         ignored = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(ROOT / package, clone / package, ignore=ignored)
+    return clone
+
+
+@pytest.fixture(scope="module")
+def wheel(clone):
+    """The names of the files in the wheel."""
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
     (path,) = clone.glob("dist/*.whl")
@@ -44,6 +50,16 @@ def test_the_wheel_holds_the_whole_package(wheel):
     for name in ("__init__.pyi", "py.typed", "hosts/routes.json", "mini/mini-sd/model_index.json"):
         assert f"avq_diffusers/{name}" in files
     assert files <= set(wheel)
+
+
+def test_type_checkers_follow_an_editable_installation(clone):
+    """Catches setuptools' import hook, which they do not run."""
+    build = "from setuptools import build_meta; build_meta.build_editable('editable')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (path,) = clone.glob("editable/*.whl")
+    with zipfile.ZipFile(path) as archive:
+        (paths,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert archive.read(paths).decode().strip() == str(clone)
 
 
 def test_pre_commit_runs_the_linter_of_ci():

@@ -1,10 +1,11 @@
 """Generate and time images with a pipeline."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import scalecrafter, usual_scalecrafter
 from avq_diffusers.hosts.models import has_unet
 from avq_diffusers.hosts.timesteps import are_training_timesteps
+from avq_diffusers.hosts.verbs import avq_disabled
 from avq_diffusers.mini.loading import usual_guidance
 
 ERROR_STEPS = 6
+TIMED_PAIRS = 5  # equal attention passes for faster or slower in 1 of 16 runs
 # Needed for a negative prompt with guidance-distilled models such as Flux.
 TRUE_GUIDANCE_SCALE = 4.0
 USUAL_LATENT_SIZE = 128  # for transformers whose pipelines name none
@@ -28,6 +31,24 @@ class TimedImage(NamedTuple):
 
     image: Image.Image
     seconds: float
+
+
+class StepTimes(NamedTuple):
+    """Seconds of denoising steps that ran in turns: exact, AVQ, exact, AVQ, ..."""
+
+    exact: Sequence[float]
+    avq: Sequence[float]
+
+    @property
+    def gains(self) -> list[float]:
+        """How many times as fast AVQ was in each pair of steps, from least to most."""
+        return sorted(exact / avq for exact, avq in zip(self.exact, self.avq, strict=True))
+
+    def __str__(self) -> str:
+        return (
+            f"a step takes {_shown(median(self.avq))} with AVQ and {_shown(median(self.exact))} "
+            f"with exact attention"
+        )
 
 
 def training_size(pipe: DiffusionPipeline) -> int:
@@ -100,13 +121,41 @@ def timed_image(
     """
     arguments = _call_arguments(pipe, request)
     if after_step is not None:
-        arguments["callback_on_step_end"] = after_step
+        arguments[_step_callback(pipe)] = after_step
     if pipe.device.type == "cuda":
         pipe(**{**arguments, "num_inference_steps": 1})
         torch.cuda.synchronize()
     start = time.perf_counter()
     image = pipe(**arguments, generator=torch.Generator().manual_seed(request.seed)).images[0]
     return TimedImage(image, time.perf_counter() - start)
+
+
+def step_times(pipe: DiffusionPipeline, request: ImageRequest) -> StepTimes:
+    """Time steps with exact attention and AVQ in turns, after a warm step of each.
+
+    One denoising run alternates between them, so that the machine's drift affects both alike.
+    """
+    seconds: list[float] = []
+    arguments = _call_arguments(pipe, request)
+    start = time.perf_counter()
+    with ExitStack() as exact:
+        exact.enter_context(avq_disabled(pipe))
+
+        def after_step(*step: Any) -> Any:
+            nonlocal start
+            if pipe.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            exact.close()
+            if len(seconds) % 2 == 0:
+                exact.enter_context(avq_disabled(pipe))
+            start = time.perf_counter()
+            return step[-1]
+
+        arguments[_step_callback(pipe)] = after_step
+        steps = {"num_inference_steps": 2 + 2 * TIMED_PAIRS, "output_type": "latent"}
+        pipe(**{**arguments, **steps})
+    return StepTimes(seconds[2::2], seconds[3::2])
 
 
 def first_step(pipe: DiffusionPipeline, request: ImageRequest) -> float:
@@ -130,6 +179,16 @@ def measured_on(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str, Any
         if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
             arguments["parts"] = 1
     return arguments
+
+
+def _step_callback(pipe: DiffusionPipeline) -> str:
+    """The argument for a function to call after each step; a few pipelines have the older one."""
+    name = "callback_on_step_end"
+    return name if name in _parameters(pipe) else "callback"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _parameters(pipe: DiffusionPipeline) -> Mapping[str, Parameter]:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from avq_diffusers.cli.hub import check_found
 from avq_diffusers.cli.output import check_image_path, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.config import check_tolerance
@@ -25,6 +26,7 @@ from avq_diffusers.options import (
     not_empty,
     numbers_of,
     read_prompts,
+    text_or_none,
     tolerances_of,
 )
 
@@ -82,7 +84,9 @@ Exact = Annotated[
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(callback=not_empty, help="What the image shows.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What it should not show.")]
+NegativePrompt = Annotated[
+    str | None, typer.Option(callback=text_or_none, help="What it should not show.")
+]
 Side = Annotated[int | None, typer.Option(callback=multiple_of(8), help="Pixels, a multiple of 8.")]
 GuidanceScale = Annotated[
     float | None,
@@ -96,6 +100,12 @@ def _print_versions(is_asked: bool) -> None:
         names = ("avq-diffusers", "torch", "diffusers", "transformers")
         print(", ".join(f"{name} {version(name)}" for name in names))
         raise typer.Exit
+
+
+def _check_names(model: str, codebooks: str | None) -> None:
+    check_found("--model", model, "model_index.json")
+    if codebooks is not None:
+        check_found("--codebooks", codebooks, "config.json")
 
 
 @app.callback()
@@ -159,6 +169,7 @@ def generate(
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
+    _check_names(model, codebooks)
 
     from avq_diffusers.cli.generate import generate_image
 
@@ -220,6 +231,7 @@ def bench(
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
+    _check_names(model, codebooks)
 
     from avq_diffusers.cli.bench import bench_model
 
@@ -251,8 +263,9 @@ def app_command(
         from avq_diffusers.cli.page import build_page, serve
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the page needs gradio: pip install 'avq-diffusers[app]'."
+            "the page needs gradio: in a clone of the repository, pip install -e '.[app]'."
         ) from error
+    _check_names(model, codebooks)
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
 
@@ -290,6 +303,7 @@ def calibrate_command(
     """
     texts = usual_prompts(model) if prompts is None else read_prompts("--prompts", prompts)
     chosen = ModelRequest.from_options(model, None, config, levels, exact, device)
+    _check_names(model, None)
 
     from avq_diffusers.cli.codebooks import calibrate_model
     from avq_diffusers.cli.loading import load_pipeline
@@ -313,6 +327,8 @@ def inspect(
 
     Example: avq inspect my-codebooks
     """
+    check_found("codebooks", codebooks, "config.json")
+
     from avq_diffusers.cli.codebooks import load_codebooks
     from avq_diffusers.cli.inspection import print_codebooks
 

@@ -1,6 +1,7 @@
 """The page of `avq app`: exact and AVQ images for one prompt, side by side. Needs gradio."""
 
 import socket
+import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
+from avq_diffusers.options import check_text
 
 LARGEST_SEED = 2**32 - 1
 MOST_CHARACTERS = 5000  # per prompt; no text encoder reads that many
@@ -30,6 +32,7 @@ MOST_STEPS = 100
 SIZE_STEP = 64  # pixels; every Stable Diffusion UNet takes multiples of it
 LARGEST_SIDE = 4  # times the training size
 CACHE_SECONDS = 3600  # how long gradio keeps the files of shown images
+UNHEARD_SECONDS = 10  # how long work goes on although nobody reads its progress
 NO_TOLERANCE = "none"
 
 
@@ -80,6 +83,10 @@ class _Events:
             raise _mistake("The prompt is empty; say what the image shows.")
         if len(prompt) > MOST_CHARACTERS:
             raise _mistake(f"The prompt is over {MOST_CHARACTERS} characters long.")
+        try:
+            check_text("The prompt", prompt)
+        except ValueError as error:
+            raise _mistake(str(error)) from error
         sides = f"one of {', '.join(map(str, self.sides))}"
         width = _whole("Width", width, self.sides, sides)
         height = _whole("Height", height, self.sides, sides)
@@ -155,14 +162,20 @@ class _Events:
     def _after_step(
         self, visitor: gr.Request, progress: gr.Progress, steps: int, title: str
     ) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` that shows progress and stops cancelled runs."""
-        session, event = visitor.session_hash, _event_of_call()
+        """A `callback_on_step_end` that shows progress and stops cancelled and unheard runs."""
+        session, event, page = visitor.session_hash, _event_of_call(), LocalContext.blocks.get(None)
         self.working.add(session)
+        heard = time.monotonic()
 
         def after_step(
             pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
         ) -> dict[str, Any]:
+            nonlocal heard
+            unread = page and page._queue.pending_messages_per_session.get(session)
+            if not unread or unread.empty():
+                heard = time.monotonic()
             has_left = event is not None and not event.alive  # set by gradio
+            has_left |= time.monotonic() > heard + UNHEARD_SECONDS
             if has_left or session not in self.working:
                 raise gr.Error("Cancelled.", print_exception=False)
             progress((step + 1) / steps, f"{title}, step {step + 1} of {steps}")

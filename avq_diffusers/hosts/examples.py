@@ -9,6 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from avq_diffusers.config import check_int
 from avq_diffusers.hosts.host import Host
 
 # Arguments of the pipeline's call that `run_examples` sets.
@@ -84,7 +85,14 @@ def run_examples(
 
     Yields:
         What the pipeline or model returns, by example.
+
+    Raises:
+        TypeError, ValueError: the seed, height or width is not a whole number.
     """
+    check_int("seed", seed, 0)
+    for name in ("height", "width"):
+        if arguments.get(name) is not None:
+            check_int(name, arguments[name], 1)
     if not host.has_prompts:
         for batch in examples:
             yield pipe(pixel_values=batch, **arguments)

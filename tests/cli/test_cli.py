@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from statistics import median
 from unittest.mock import Mock
 
 import numpy as np
@@ -35,11 +36,11 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.cli import bench
+from avq_diffusers.cli import bench, images
 from avq_diffusers.cli import generate as generation
 from avq_diffusers.cli import output as outputs
 from avq_diffusers.cli.images import (
-    TimedImage,
+    StepTimes,
     _call_arguments,
     fit_request,
     largest_side,
@@ -50,6 +51,7 @@ from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.hosts import measured_layer
+from avq_diffusers.hosts.verbs import states_of
 from avq_diffusers.images import MARGIN, psnr
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
 
@@ -91,6 +93,14 @@ def avq(monkeypatch, capsys, tmp_path):
         return exit_.value.code or 0, squeezed(captured.out + "\n".join(errors))
 
     return run
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_a_prompt_that_is_not_text_is_refused(avq, command):
+    """Bytes that are not UTF-8 arrive from the shell as lone surrogates."""
+    code, output = avq(command, "a fox\udcff")
+    message = "the prompt must be text, but its character 6 is a lone surrogate, '\\udcff'."
+    assert (code, output) == (2, squeezed(f"avq: {message}"))
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
@@ -202,7 +212,7 @@ def lefts(sheet: np.ndarray, image: np.ndarray) -> int:
 
 def test_options_reach_the_image(generate, codebooks):
     """Each option is read and applied."""
-    images = []
+    shown = []
     for options in (
         *("--seed 1", "--guidance-scale 30", "--negative-prompt blue"),
         *("--num-refined 0", "--height 64", "--width 192"),
@@ -210,13 +220,13 @@ def test_options_reach_the_image(generate, codebooks):
         code, output = generate(*options.split(), "--out", "a[/x].png".replace("/", ""))
         assert code == 0
         assert "image:a[x].png" in output  # no markup
-        images.append(pixels("a[x].png"))
+        shown.append(pixels("a[x].png"))
     assert "M4P2C2" in output
-    assert len({image.tobytes() for image in images}) == len(images)
+    assert len({image.tobytes() for image in shown}) == len(shown)
     # Stable Diffusion pipelines silently drop a height without a width, and the reverse.
-    assert [x.shape[:2] for x in images[-2:]] == [(64, 128), (128, 192)]
+    assert [x.shape[:2] for x in shown[-2:]] == [(64, 128), (128, 192)]
     pipe = apply_avq(two_level_pipe(), AVQCodebooks.from_pretrained(codebooks))
-    assert np.array_equal(images[3], make(set_num_refined(pipe, 0)))
+    assert np.array_equal(shown[3], make(set_num_refined(pipe, 0)))
 
 
 def test_a_tolerance_of_a_sampler_without_training_timesteps(avq, ladder, tmp_path):
@@ -234,7 +244,8 @@ def test_tolerance_is_honoured(avq, model, ladder):
     arguments = ["--model", model, "--steps", "4", "--seed", "3", "--levels", "0,1"]
     code, output = avq("generate", PROMPT, *arguments, "--config", "M8P4C2", "--tolerance", "0.005")
     assert code == 0
-    assert "ofexactattention's(asked:0.5%),attention" in output
+    assert "ofexactattention's(asked:0.5%)" in output
+    assert "cheap" not in output  # no operations beside times
     assert squeezed("The tolerance is for the model's output (noise, velocity)") in output
     pipe = two_level_pipe()
     config = AVQConfig.parse("M8P4C2", levels=(0, 1))
@@ -248,19 +259,57 @@ def test_tolerance_is_honoured(avq, model, ladder):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "difference", "speed", "look"),
+    ("avq", "likeness", "speed", "look"),
     [
-        (1.0, 2, "3.00 times as fast.", "they look alike."),
-        (4.0, 4, "slower on this device at this size.", "details differ. Closer, and slower: -x."),
-        (4.0, 16, "apply_avq, unlike this command,", "they differ visibly. Closer, and slower: -x"),
+        ([1.0, 0.8, 1.0], 47, "AVQ is 2.00 times as fast\n(2.00 to 2.50 times", "look alike."),
+        (
+            [4.0, 5.0, 4.0],
+            35,
+            "AVQ is 0.50 times as fast\n(0.40",
+            "differ. Closer, and slower: -x",
+        ),
+        (
+            [1.9, 2.1, 2.0],
+            20,
+            "AVQ is as fast, within noise\n(0.95 to 1.05",
+            "they differ visibly.",
+        ),
     ],
+    ids=["faster", "slower", "noise"],
 )
-def test_the_outcome_is_said_in_words(seconds, difference, speed, look):
-    """Catches times or bounds that are swapped, and advice where none is needed."""
-    exact, avq = (Image.new("L", (8, 8), value) for value in (0, difference))
-    said = generation.outcome(TimedImage(avq, seconds), TimedImage(exact, 3.0), "-x")
+def test_the_outcome_is_said_in_words(avq, likeness, speed, look):
+    """Catches times or bounds that are swapped, a verdict on noise, and unneeded advice."""
+    said = generation.outcome(StepTimes([2.0, 2.0, 2.0], avq), likeness, "-x")
     assert speed in said
     assert look in said
+    assert ("AVQ pays off on larger images" in said) == (max(avq) >= 2)
+
+
+@pytest.mark.parametrize("arguments", [{"seed": 1.5}, {"height": "128", "width": 128}])
+def test_numbers_in_python_are_whole(arguments):
+    """Catches an error from deep inside PyTorch or diffusers."""
+    name = next(iter(arguments))
+    with pytest.raises(TypeError, match=f"^{name} must be an int, but got "):
+        apply_avq(two_level_pipe(), tolerance=0.1, prompt=PROMPT, progress=False, **arguments)
+
+
+def test_steps_are_timed_in_turns():
+    """Catches runs one after the other, which a machine's drift sets apart, and cold steps."""
+    pipe = two_level_pipe()
+    apply_avq(pipe, AVQConfig.parse("M4P2C2"), route="always")
+    waits = iter((3, 3, *images.TIMED_PAIRS * (0.2, 0.1)))
+    modes = []
+
+    def wait(*_):
+        modes.append(next(iter(states_of(pipe).values())).enabled is False)
+        time.sleep(next(waits) / 2)
+
+    pipe.unet.register_forward_pre_hook(wait)
+    times = images.step_times(pipe, ImageRequest(PROMPT, None, 64, 64, 1, 7.5, 0, False))
+    assert modes == [True, False] * (1 + images.TIMED_PAIRS)
+    assert max(times.exact) < 1
+    assert 1 < median(times.gains) < 2
+    assert next(iter(states_of(pipe).values())).enabled
 
 
 def test_scalecrafter_dilates_both_images(generate, codebooks):
@@ -502,7 +551,7 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         (f"generate --out {248 * 'a'}.png", "File name too long"),
         ("generate --negative-prompt blue --guidance-scale 1", "a --guidance-scale above 1, not 1"),
         ("generate --levels 7", "no self-attention at level 7, only at levels 0, 1"),
-        ("generate --codebooks nowhere", "codebooks nowhere could not be loaded: "),
+        ("generate --codebooks nowhere", "--codebooks nowhere is no file or folder"),
         (f"generate --codebooks {MINI_CODEBOOKS}", "codebooks of another model"),
         ("generate --codebooks CODEBOOKS --exact up_blocks", "--exact; drop one of them"),
         ("generate --tolerance 0", "--tolerance must be above 0 and at most 0.5, but got 0"),
@@ -546,6 +595,17 @@ def test_refuses(avq, model, codebooks, tmp_path, command, message):
     assert "Traceback" not in output
     assert written() == before
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("command", ["generate fox --model", "bench fox --model", "inspect"])
+def test_an_unknown_name_is_refused_at_once(avq, command):
+    """Catches half a minute of attempts to reach the Hub, and their messages."""
+    start = time.perf_counter()
+    code, output = avq(*command.split(), "no-such-name")
+    assert time.perf_counter() - start < 10
+    assert code == 2
+    assert squeezed("no-such-name is no file or folder") in output
+    assert output.count(".") == 1
 
 
 def test_a_truncated_model_is_one_sentence(avq, model, tmp_path):

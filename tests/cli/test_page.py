@@ -55,7 +55,7 @@ def reference():
 @pytest.fixture(scope="module")
 def site():
     """A served page and its pipeline; nothing leaves the machine."""
-    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    pytest.importorskip("gradio", reason="needs the extra app")
     from avq_diffusers.cli.page import build_page, serve
 
     called = []
@@ -223,7 +223,7 @@ def test_cancelled_work_stops(visit, calls, reference):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "1", None, 2.5, 4])
 def test_only_whole_numbers_are_taken(value):
     """JSON as Python reads it holds NaN and infinity, which gradio's client does not send."""
-    gradio = pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    gradio = pytest.importorskip("gradio", reason="needs the extra app")
     from avq_diffusers.cli.page import _whole
 
     assert _whole("Steps", 2.0, range(1, 4), "from 1 to 3") == 2
@@ -243,6 +243,23 @@ def test_work_for_a_client_that_left_stops(site, visit, calls, reference):
     with urlopen(f"{address}/{event}"):
         while not steps:
             time.sleep(0.01)
+    assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
+    assert len(steps) < 60
+
+
+def test_work_that_nobody_listens_to_stops(site, visit, calls, reference, monkeypatch):
+    """A client may join the queue and never read what it gets."""
+    from avq_diffusers.cli import page
+
+    monkeypatch.setattr(page, "UNHEARD_SECONDS", 0.5)
+    steps, act = calls
+    act.append(lambda: time.sleep(0.05))
+    data = json.dumps({"data": [PROMPT, SIDE, SIDE, 0, 100]}).encode()
+    address = f"{site[0]}gradio_api/call/generate_exact"
+    with urlopen(Request(address, data, {"Content-Type": "application/json"})) as answer:
+        answer.read()
+    while not steps:
+        time.sleep(0.01)
     assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
     assert len(steps) < 60
 
@@ -309,5 +326,7 @@ def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["avq", "app", "--model", "/no/such/folder"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    expected = "avq: the page needs gradio: pip install 'avq-diffusers[app]'.\n"
+    expected = (
+        "avq: the page needs gradio: in a clone of the repository, pip install -e '.[app]'.\n"
+    )
     assert capsys.readouterr().err == expected
