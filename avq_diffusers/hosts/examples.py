@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.hosts.host import Host
@@ -33,6 +33,11 @@ def checked_examples(
                 f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
                 f"the pipeline, but got {name}."
             )
+    if isinstance(pipe, ModularPipeline):
+        raise TypeError(
+            f"{type(pipe).__name__} is modular and cannot run examples; measure a pipeline of "
+            f"the same components, such as one of DiffusionPipeline.from_pretrained."
+        )
     known = inspect.signature(pipe.__call__).parameters
     for name in arguments:
         # Some pipelines accept any name, for deprecated arguments; a wrapper's signature is opaque.
@@ -40,14 +45,14 @@ def checked_examples(
             raise TypeError(
                 f"{type(pipe).__name__} takes no argument {name}, only {', '.join(known)}."
             )
-    if isinstance(examples, str):
-        raise TypeError("prompts must be a sequence of strings, but got one string.")
     if not isinstance(examples, Iterable):
-        raise TypeError(f"prompts must be a sequence of strings, but got {examples!r}.")
-    prompts = list(examples)
+        raise TypeError(f"prompts must be a string or a sequence of them, but got {examples!r}.")
+    prompts = [examples] if isinstance(examples, str) else list(examples)
     for prompt in prompts:
         if not isinstance(prompt, str):
-            raise TypeError(f"prompts must be a sequence of strings, but got {prompt!r} in it.")
+            raise TypeError(f"prompts must be strings, but got {prompt!r} among them.")
+        if not prompt.strip():
+            raise ValueError(f"prompts must say what the image shows, but got {prompt!r}.")
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, but got none.")
     return prompts

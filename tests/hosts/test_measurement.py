@@ -17,6 +17,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     IFPipeline,
     StableDiffusion3Img2ImgPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLModularPipeline,
 )
 from hosts.kinds import ADDED
 from tiny import LAYER, quiet, small_unet, tiny_pipe, tiny_tokenizer, tiny_unet
@@ -321,6 +323,30 @@ def test_refused(make, examples, arguments, error, message):
         measure_error(make(), examples, **arguments)
 
 
+def test_one_prompt_may_be_a_string(pipe):
+    assert measure_error(pipe, PROMPT, CONFIG, **SIZE, num_inference_steps=1) == measure(
+        pipe, num_inference_steps=1
+    )
+
+
+def test_the_prompt_goes_by_its_name():
+    """Catches pipelines that take something else first."""
+
+    class ImageFirst(StableDiffusionPipeline):
+        def __call__(self, image=None, prompt=None, **arguments):
+            assert image is None
+            return super().__call__(prompt, **arguments)
+
+    assert measure(tiny_pipe(small_unet(), ImageFirst), num_inference_steps=1).layers
+
+
+def test_modular_pipelines():
+    pipe = StableDiffusionXLModularPipeline()
+    pipe.unet = small_unet()
+    with pytest.raises(TypeError, match="StableDiffusionXLModularPipeline is modular and cannot"):
+        measure_error(pipe, [PROMPT])
+
+
 @pytest.mark.parametrize("measure", [calibrate, measure_error])
 class TestRefusals:
     """Before the pipeline runs, but for the last."""
@@ -340,9 +366,12 @@ class TestRefusals:
             ([PROMPT], {"num_inference_steps": 0}, ValueError, "steps must be at least 1, but got"),
             ([PROMPT], {"config": "M4P2C2"}, TypeError, "config must be an AVQConfig, but got 'M4"),
             ([PROMPT], {"config": AVQConfig(levels=(7,))}, ValueError, "no self-attention at leve"),
-            (PROMPT, {}, TypeError, "prompts must be a sequence of strings, but got one string"),
-            ([PROMPT, 7], {}, TypeError, "a sequence of strings, but got 7 in it"),
-            (7, {}, TypeError, "prompts must be a sequence of strings, but got 7"),
+            *(
+                (x, {}, ValueError, "prompts must say what the image shows, but got '")
+                for x in ("", " ", [PROMPT, ""])
+            ),
+            ([PROMPT, 7], {}, TypeError, "prompts must be strings, but got 7 among them"),
+            (7, {}, TypeError, "prompts must be a string or a sequence of them, but got 7"),
             ([], {}, ValueError, "prompts must hold at least one prompt, but got none"),
         ],
     )
