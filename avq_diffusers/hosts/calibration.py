@@ -36,7 +36,7 @@ from avq_diffusers.hosts.verbs import avq_disabled
 
 def calibrate(
     pipe: DiffusionPipeline | nn.Module,
-    examples: Sequence[str] | Tensor | Sequence[Tensor],
+    examples: str | Sequence[str] | Tensor | Sequence[Tensor],
     config: AVQConfig | None = None,
     *,
     model: nn.Module | None = None,

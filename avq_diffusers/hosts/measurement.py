@@ -164,7 +164,7 @@ def _visit(visit: Callable[[Call], None], *call: Any) -> None:
 @torch.no_grad()
 def measure_error(
     pipe: DiffusionPipeline | nn.Module,
-    examples: Sequence[str] | Tensor | Sequence[Tensor],
+    examples: str | Sequence[str] | Tensor | Sequence[Tensor],
     config: AVQConfig | None = None,
     *,
     num_inference_steps: int = 6,
@@ -184,7 +184,7 @@ def measure_error(
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
-        examples: prompts; prompt i runs with seed `seed + i`. For a vision model, `pixel_values`
+        examples: one or more prompts; prompt i runs with seed `seed + i`. For a vision model, `pixel_values`
             (B, C, H, W), or several batches of one height and width.
         config: levels, exact layers, tiles and updates; its sizes are measured too. None is the
             finest level with self-attention.
@@ -231,7 +231,7 @@ def measure_error(
 @torch.no_grad()
 def output_errors(
     pipe: DiffusionPipeline | nn.Module,
-    examples: Sequence[str] | Tensor | Sequence[Tensor],
+    examples: str | Sequence[str] | Tensor | Sequence[Tensor],
     plans: Sequence[Plan],
     config: AVQConfig | None = None,
     *,

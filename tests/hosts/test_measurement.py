@@ -333,9 +333,9 @@ def test_the_prompt_goes_by_its_name():
     """Catches pipelines that take something else first."""
 
     class ImageFirst(StableDiffusionPipeline):
-        def __call__(self, image=None, prompt=None, **arguments):
+        def __call__(self, image=None, prompt=None, height=None, width=None, **run):
             assert image is None
-            return super().__call__(prompt, **arguments)
+            return super().__call__(prompt, height, width, **run)
 
     assert measure(tiny_pipe(small_unet(), ImageFirst), num_inference_steps=1).layers
 
