@@ -184,7 +184,7 @@ def measure_error(
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
-        examples: one or more prompts; prompt i runs with seed `seed + i`. For a vision model, `pixel_values`
+        examples: prompts; prompt i runs with seed `seed + i`. For a vision model, `pixel_values`
             (B, C, H, W), or several batches of one height and width.
         config: levels, exact layers, tiles and updates; its sizes are measured too. None is the
             finest level with self-attention.
