@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.config import check_int
@@ -34,6 +34,11 @@ def checked_examples(
                 f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
                 f"the pipeline, but got {name}."
             )
+    if isinstance(pipe, ModularPipeline):
+        raise TypeError(
+            f"{type(pipe).__name__} is modular and cannot run examples; measure a pipeline of "
+            f"the same components, such as one of DiffusionPipeline.from_pretrained."
+        )
     known = inspect.signature(pipe.__call__).parameters
     for name in arguments:
         # Some pipelines accept any name, for deprecated arguments; a wrapper's signature is opaque.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from PIL import Image
 from platformdirs import user_cache_path
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class KeptProfile:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / "profiles.lock", timeout=PATIENCE):
                 profile.save(path)
-        except (OSError, Timeout, _UnknownContentError):
+        except (OSError, _UnknownContentError):
             return
 
 

@@ -344,8 +344,8 @@ def _keep(key: str, entry: Any) -> None:
     path = _cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")), atomic_write(path) as temporary:
+        with FileLock(path.with_suffix(".lock"), timeout=5), atomic_write(path) as temporary:
             table = {**_read(path), key: entry}
             temporary.write_text(json.dumps(table, indent=1) + "\n")
-    except OSError:  # not writable: the next process measures again
+    except OSError:  # not writable, or locked for long: the next process measures again
         return

@@ -17,6 +17,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     IFPipeline,
     StableDiffusion3Img2ImgPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLModularPipeline,
 )
 from hosts.kinds import ADDED
 from tiny import LAYER, quiet, small_unet, tiny_pipe, tiny_tokenizer, tiny_unet
@@ -319,6 +321,30 @@ class TestMeasure:
 def test_refused(make, examples, arguments, error, message):
     with pytest.raises(error, match=message):
         measure_error(make(), examples, **arguments)
+
+
+def test_one_prompt_may_be_a_string(pipe):
+    assert measure_error(pipe, PROMPT, CONFIG, **SIZE, num_inference_steps=1) == measure(
+        pipe, num_inference_steps=1
+    )
+
+
+def test_the_prompt_goes_by_its_name():
+    """Catches pipelines that take something else first."""
+
+    class ImageFirst(StableDiffusionPipeline):
+        def __call__(self, image=None, prompt=None, height=None, width=None, **run):
+            assert image is None
+            return super().__call__(prompt, height, width, **run)
+
+    assert measure(tiny_pipe(small_unet(), ImageFirst), num_inference_steps=1).layers
+
+
+def test_modular_pipelines():
+    pipe = StableDiffusionXLModularPipeline()
+    pipe.unet = small_unet()
+    with pytest.raises(TypeError, match="StableDiffusionXLModularPipeline is modular and cannot"):
+        measure_error(pipe, [PROMPT])
 
 
 @pytest.mark.parametrize("measure", [calibrate, measure_error])
