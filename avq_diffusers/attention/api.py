@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.attention import reference, self_check, torch_backward, torch_forward
+from avq_diffusers.attention import (
+    flops,
+    reference,
+    self_check,
+    torch_backward,
+    torch_forward,
+)
 from avq_diffusers.attention.limits import LIMITS, faults, kind_of_call, obstacles
 from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
 from avq_diffusers.attention.triton import codewords as tables
@@ -476,6 +482,11 @@ def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
 
 
 _quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
+
+_operators = torch.ops.avq_diffusers
+flops.register_attention([_operators.attention, _operators.kernel_attention])
+flops.register_backward(_operators.attention_backward)
+flops.register_quantize(_operators.quantize)
 
 
 class _Packed(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
+from avq_diffusers.attention import flops
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.hosts.reading import read_once
 from avq_diffusers.hosts.state import orders
@@ -131,6 +132,9 @@ def masked_attention(
 @masked_attention.register_fake
 def _(query: Tensor, *others: Any, **options: Any) -> Tensor:
     return query.new_empty(query.shape)
+
+
+flops.register_masked(torch.ops.avq_diffusers.masked_attention)
 
 
 def read_groups(
