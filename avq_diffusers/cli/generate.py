@@ -78,7 +78,7 @@ def outcome(avq: TimedImage, exact: TimedImage, closer: str) -> str:
         if gain >= 1
         else "slower on this device at this size. AVQ pays off on larger images (--height, "
         "--width).\n"
-        "apply_avq, unlike this command, runs exact attention where that is faster on a GPU"
+        "apply_avq, unlike this command, runs exact attention where that is faster"
     )
     look = "they look alike"
     if likeness < ALIKE:
