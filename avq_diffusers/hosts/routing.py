@@ -195,7 +195,7 @@ def device_name(device: torch.device) -> str:
     """The name of a GPU, or that of the CPU with PyTorch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} with {torch.get_num_threads()} threads"
+    return f"{_cpu_name()} (threads: {torch.get_num_threads()})"
 
 
 @cache
