@@ -15,7 +15,7 @@ import fast_interpreter
 import pytest
 from tiny import random_codebooks, three_level_pipe, tiny_pipe, tiny_unet
 
-from avq_diffusers.hosts import kept_profiles
+from avq_diffusers.hosts import kept_profiles, routing
 
 FORKING = "test_distill.py", "test_coco.py", "test_kills.py"
 
@@ -59,7 +59,16 @@ def profiles_of_tests(tmp_path_factory):
     """Tests neither find the user's measurements of tiny models, nor leave theirs."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_profiles, "user_cache_path", lambda name: folder / name)
+        for module in (kept_profiles, routing):
+            patch.setattr(module, "user_cache_path", lambda name: folder / name)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_routes_of_cpus():
+    """AVQ runs on a CPU of any speed; `test_routing.py` tests what measurements change."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "MEASURED", ("cuda",))
         yield
 
 

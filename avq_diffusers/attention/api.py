@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -493,6 +494,12 @@ def _quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
 @_quantize.register_fake
 def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     return key.new_empty(key.shape)
+
+
+@register_flop_formula(_quantize._opoverload.overloadpacket)
+def _(key: Sequence[int], parents: Any, children: Sequence[int], **others: Any) -> int:
+    _, num_parents, num_children, _ = children
+    return 2 * prod(key) * (num_parents + num_children)
 
 
 _quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))

@@ -12,12 +12,13 @@ from avq_diffusers.attention.limits import VERIFIED, obstacles
 from avq_diffusers.attention.self_check import is_verified
 from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.hosts.routing import device_name
 
 PACKAGES = ("avq-diffusers", "torch", "triton", "diffusers", "transformers", "accelerate")
 
 
 def print_info() -> None:
-    """Print versions, GPU, backends and cache folders, one per line."""
+    """Print versions, device, backends and cache folders, one per line."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     lines = {
@@ -47,7 +48,7 @@ def _version(package: str) -> str:
 
 def _described(device: torch.device) -> str:
     if device.type != "cuda":
-        return f"PyTorch sees no GPU; CPU threads: {torch.get_num_threads()}"
+        return f"PyTorch sees no GPU; {device_name(device)}"
     major, minor = torch.cuda.get_device_capability(device)
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     return (

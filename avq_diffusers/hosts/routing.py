@@ -1,15 +1,17 @@
-"""Which attention is faster on this GPU: break-even numbers of tokens, measured once and kept.
+"""Which attention is faster on this device: break-even numbers of tokens, measured once and kept.
 
 AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each workload has a number
 of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost host
 time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` ships measured
-numbers. On other GPUs, calls narrow them down: a call of a size about which nothing is known is
-measured first, which takes seconds and shows progress. Results are cached in the user's cache
-folder, like the times that a tolerance chooses from.
+numbers. On other GPUs and on CPUs, calls narrow them down: a call of a size about which nothing is
+known is measured first, which takes seconds and shows progress. Results are cached in the user's
+cache folder, like the times that a tolerance chooses from.
 """
 
 import json
 import math
+import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,10 +30,13 @@ from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
 NEVER = 2**31
+MEASURED = "cuda", "cpu"  # types of devices; on others, AVQ always runs
 _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
 _LONG = 10.0  # milliseconds from which calls are timed one by one: launches no longer matter
-_MOST_LOGITS = 2**31  # of exact attention; beyond that, only some heads are timed
+# Logits of exact attention; beyond that, only some heads are timed.
+_MOST_LOGITS = {"cuda": 2**31, "cpu": 2**25}
+_LONG_ON_CPU = 300.0  # milliseconds of both attentions from which they are timed once
 # Cost of an eager AVQ call in a step, as a multiple of its own time. SD1.5's step at 512 pixels
 # waits for the host and gets slower with AVQ, whose calls alone take 0.4 of exact attention's time.
 _EAGER_COST = 3
@@ -76,7 +81,7 @@ class Workload:
         dtype = str(self.dtype).removeprefix("torch.")
         updates = f", {self.num_updates} updates" if self.num_updates else ""
         return (
-            f"{torch.cuda.get_device_name(device)}, {dtype}, {self.batch_heads} rows, "
+            f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
             f"D{self.head_dim}, {self.sizes}, tiles of {self.query_tile}{updates}"
         )
 
@@ -84,8 +89,8 @@ class Workload:
 class BreakEven(NamedTuple):
     """The numbers of tokens from which AVQ is faster, and up to which exact attention is.
 
-    In between, nothing is known. Eager calls and compiled code, which has little launch overhead,
-    have separate numbers.
+    In between, nothing is known. Eager calls and compiled code, which has little launch overhead on
+    a GPU, have separate numbers.
 
     Attributes:
         eager, compiled: AVQ is faster from here on.
@@ -132,14 +137,14 @@ class LayerRoute:
 
     Attributes:
         route: as in `apply_avq`.
-        break_even: the break-evens learned so far.
+        break_even: the break-evens learned so far, by device and workload.
         chosen_at: the number of tokens at which a tolerance measured and chose AVQ; no break-even
             is learned then.
     """
 
     def __init__(self, route: str | int) -> None:
         self.route = route
-        self.break_even: dict[Workload, BreakEven] = {}
+        self.break_even: dict[tuple[torch.device, Workload], BreakEven] = {}
         self.chosen_at: int | None = None
 
     @property
@@ -152,29 +157,55 @@ class LayerRoute:
         return 0
 
     def learn(self, workload: Workload, device: torch.device, trial: Trial | None = None) -> None:
-        """Learn from how many tokens on AVQ is faster on a GPU; elsewhere AVQ always runs.
+        """Learn from how many tokens on AVQ is faster, on the devices in `MEASURED`.
 
         If that is unknown for the trial's number of tokens, measure it, unless a CUDA graph is
-        being captured.
+        being captured or something watches the operations.
         """
         is_open = self.route == "fastest" and self.chosen_at is None
-        if not is_open or device.type != "cuda":
+        if not is_open or device.type not in MEASURED:
             return
-        learned = self.break_even.get(workload)
+        learned = self.break_even.get((device, workload))
         if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
             return
         found: BreakEven | None
-        if trial is not None and not torch.cuda.is_current_stream_capturing():
+        if trial is not None and not _is_recorded(device):
             found = break_even(workload, device, trial)
         else:
             found = known_break_even(workload, device)
         if found is not None:
-            self.break_even[workload] = found
+            self.break_even[device, workload] = found
 
-    def least_tokens(self, workload: Workload) -> int:
+    def least_tokens(self, workload: Workload, device: torch.device) -> int:
         """The number of tokens from which AVQ runs."""
-        found = self.break_even.get(workload, BreakEven(0, 0))
+        found = self.break_even.get((device, workload), BreakEven(0, 0))
         return found.compiled if torch.compiler.is_compiling() else found.eager
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph, a trace or a mode, such as a counter's, would record a measurement."""
+    return (
+        (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or that of the CPU with PyTorch's number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()} (threads: {torch.get_num_threads()})"
+
+
+@cache
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.processor() or platform.machine())
 
 
 def next_power_of_two(number: int) -> int:
@@ -206,13 +237,19 @@ def measure(
 ) -> dict[str, bool]:
     """Whether AVQ is no slower, for `"eager"` and `"compiled"`; takes at most about 3 s.
 
-    In a model, an eager AVQ call keeps the host busy for longer than the isolated call shows, so it
-    counts more.
+    In a model, an eager AVQ call keeps the host of a GPU busy for longer than the isolated call
+    shows, so it counts more. A CPU has no launches, and batch elements run one after another.
     """
+    text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
+    if device.type == "cpu":
+        trial = trial._replace(shape=(1, *trial.shape[1:]))
+        with tqdm(total=1, desc=text) as bar:
+            is_faster = _is_faster_on_cpu(*_both_attentions(dtype, device, trial))
+            bar.update()
+        return dict.fromkeys(names, is_faster)
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     costs = {"eager": _EAGER_COST, "compiled": 1}
     avq, exact, share = _both_attentions(dtype, device, trial)
-    text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
     # Events and graphs belong to the current GPU.
     with torch.accelerator.device_index(device.index):
         return {
@@ -221,9 +258,19 @@ def measure(
         }
 
 
+def _is_faster_on_cpu(avq: Callable[[], Tensor], exact: Callable[[], Tensor], share: float) -> bool:
+    """Whether AVQ is no slower: the best of a few times each, in turns."""
+    first = [_wall_milliseconds(attend) for attend in (avq, exact)]
+    rounds = [first]
+    if sum(first) < _LONG_ON_CPU:
+        rounds += [[_wall_milliseconds(x) for x in (avq, exact)] for _ in range(_ROUNDS)]
+    of_avq, of_exact = map(min, zip(*rounds, strict=True))
+    return share * of_avq <= of_exact
+
+
 def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tensor]) -> float:
     """The time of a call in a CUDA graph, measured once and cached by GPU and name."""
-    key = f"{torch.cuda.get_device_name(device)}, {name}, ms"
+    key = f"{device_name(device)}, {name}, ms"
     table = _table()
     if key not in table:
         with torch.accelerator.device_index(device.index):
@@ -250,7 +297,7 @@ def _both_attentions(
         sink_key=key[:, :, beside] if has_sinks else None,
         sink_value=value[:, :, beside] if has_sinks else None,
     )
-    rows = max(1, _MOST_LOGITS // num_all**2)
+    rows = max(1, _MOST_LOGITS[device.type] // num_all**2)
     if rows >= batch * num_heads:
         return avq, partial(F.scaled_dot_product_attention, query, key, value), 1.0
     timed = slice(min(rows, num_heads))
@@ -307,6 +354,12 @@ def _elapsed(calls: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def _wall_milliseconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
 
 
 @cache

@@ -255,7 +255,8 @@ class LayerState(Replaced):
             call is not None
             and route.chosen_at is None
             and route.break_even
-            and num_tokens < route.least_tokens(self.workload(hidden_states, call.sizes))
+            and num_tokens
+            < route.least_tokens(self.workload(hidden_states, call.sizes), hidden_states.device)
         ):
             return "faster"
         return None

@@ -118,7 +118,7 @@ def apply_avq(
             tolerance to hold on other prompts.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as in `avq_attention`.
-        route: `"fastest"` runs exact attention where it is faster on this GPU at this number of
+        route: `"fastest"` runs exact attention where it is faster on this device at this number of
             tokens, according to a table in the package, or a measurement at the first such call,
             which takes at most about 3 s with a progress bar and is cached in the user's cache
             folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.

@@ -287,8 +287,8 @@ class Step:
             if mode == COMPILE and may_be_exact:  # according to the route for compiled calls
                 for state in layer_states(bench.network):
                     state.route.break_even = {
-                        workload: found._replace(eager=found.compiled)
-                        for workload, found in state.route.break_even.items()
+                        key: found._replace(eager=found.compiled)
+                        for key, found in state.route.break_even.items()
                     }
                 eager = self.run().clone()
         errors = []

@@ -1,4 +1,4 @@
-"""Routing to the faster attention: by a table of break-even token counts, measured on GPUs only."""
+"""Routing to the faster attention: by a table of break-even token counts, measured once."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +14,8 @@ from tiny import predict, small_unet
 from tiny_transformers import flux_transformer, sd3_transformer
 from tiny_transformers import predict as predict_tokens
 from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 from avq_diffusers import (
     AVQConfig,
@@ -82,7 +84,8 @@ def set_break_even(unet, eager, compiled=NEVER):
         state = layer.avq_state
         if state is not None:
             workload = state.workload(torch.empty(2, 1, 1), state.config.sizes)
-            state.route.break_even = {workload: BreakEven(eager, compiled)}
+            key = torch.device("cpu"), workload
+            state.route.break_even = {key: BreakEven(eager, compiled)}
 
 
 def test_layers_run_exact_where_the_kernels_are_wrong(unet, codebooks, monkeypatch):
@@ -134,18 +137,22 @@ class TestLearning:
         with FakeTensorMode():
             tokens = torch.empty(2, 1, 1, device="cuda")
 
-        def learn(trial=TRIAL, *, capturing=False):
+        def learn(trial=TRIAL, *, capturing=False, mode=nullcontext):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
             workload = state.workload(tokens, state.config.sizes)
-            state.route.learn(workload, tokens.device, trial)
+            with mode():
+                state.route.learn(workload, tokens.device, trial)
             return list(state.route.break_even.values())
 
         return learn
 
-    @pytest.mark.parametrize("when", [{"trial": None}, {"capturing": True}])
+    @pytest.mark.parametrize(
+        "when",
+        [{"trial": None}, {"capturing": True}, {"mode": partial(FlopCounterMode, display=False)}],
+    )
     def test_what_is_not_measured_now(self, state, learn, measured, when):
-        """Catches a measurement that breaks a CUDA graph and one that is never made up for, and a
-        CUDA graph of AVQ where exact attention is known to be faster."""
+        """Catches a measurement that breaks a CUDA graph or is counted as the model's, one that is
+        never made up for, and a CUDA graph of AVQ where exact attention is known to be faster."""
         assert learn(**when) == []
         assert not measured
         assert learn() == learn() == [FOUND]
@@ -166,6 +173,83 @@ class TestLearning:
         assert not measured
         state.set_sizes(state.config.sizes)
         assert learn() == [FOUND]
+
+    def test_one_device_does_not_decide_for_another(self, state, learn):
+        """Catches a model that moves to the CPU with the break-evens of its GPU."""
+        assert learn() == [FOUND]
+        ((device, workload),) = state.route.break_even
+        assert state.route.least_tokens(workload, device) == FOUND.eager
+        assert state.route.least_tokens(workload, torch.device("cpu")) == 0
+
+
+class TestCPU:
+    """A CPU decides as a GPU does."""
+
+    @pytest.fixture
+    def times(self, cache_file, monkeypatch):
+        """Milliseconds of AVQ's next calls; exact attention always takes one."""
+        times = []
+
+        def milliseconds(attend):
+            return 1.0 if attend.func is scaled_dot_product_attention else times.pop(0)
+
+        monkeypatch.setattr(routing, "MEASURED", ("cuda", "cpu"))
+        monkeypatch.setattr(routing, "_cpu_name", lambda: "CPU X")
+        monkeypatch.setattr(routing, "_wall_milliseconds", milliseconds)
+        return times
+
+    @pytest.mark.parametrize(("milliseconds", "expected"), [(1.1, "exact: faster"), (0.9, "AVQ")])
+    def test_the_faster_attention_runs(
+        self, unet, times, cache_file, capfd, milliseconds, expected
+    ):
+        """Catches AVQ where it is slower, a second measurement, and one for all CPUs."""
+        config = AVQConfig.parse("M4P2C2", levels=(0,))
+        times += 4 * [milliseconds]
+        for _ in range(2):  # the second finds the first's
+            predict(apply_avq(unet, config))
+            assert not times
+            (found,) = runs(unet)
+            assert found.startswith(expected)
+            routing._table.cache_clear()
+        text = "measures once which attention is faster with 256 tokens"
+        assert text in capfd.readouterr().err
+        (key,) = json.loads(cache_file.read_text())
+        start = f"CPU X (threads: {torch.get_num_threads()}), float32, 2 rows, D8, M4P2C2, "
+        assert key.startswith(start)
+
+    def test_compiled_code_does_the_same(self, times):
+        """Catches two measurements of one time, and a cost of launches, which a CPU has not."""
+        times += 4 * [0.9]
+        names = "eager", "compiled"
+        found = measure(names, torch.float32, torch.device("cpu"), TRIAL)
+        assert found == dict.fromkeys(names, True)
+
+    def test_one_slow_call_decides_nothing(self, times):
+        """Catches the first call, which also warms up, as the time."""
+        times += [9.0, 1.1, 0.9, 1.1]
+        assert measure(["eager"], torch.float32, torch.device("cpu"), TRIAL) == {"eager": True}
+
+    def test_long_calls_are_timed_once(self, times):
+        """Catches minutes before the first step of a large model."""
+        times += [400.0]
+        assert measure(["eager"], torch.float32, torch.device("cpu"), TRIAL) == {"eager": False}
+        assert not times
+
+    def test_one_batch_element_is_timed(self, times, monkeypatch):
+        """Catches seconds of a large batch, whose elements run one after another."""
+        shapes = []
+        monkeypatch.setattr(routing, "_both_attentions", lambda *call: shapes.append(call[2].shape))
+        with suppress(TypeError):
+            measure(["eager"], torch.float32, torch.device("cpu"), TRIAL)
+        assert shapes == [(1, *TRIAL.shape[1:])]
+
+
+@pytest.mark.parametrize(("num_tokens", "is_faster"), [(8192, True), (64, False)])
+def test_real_times_of_a_cpu(num_tokens, is_faster):
+    """Columns per query: 212 of AVQ, against 8192 and 64."""
+    layer = Trial(partial(avq_attention, exact_keys=20), (2, num_tokens, 1, 40), num_tokens)
+    found = measure(["eager"], torch.float32, torch.device("cpu"), layer)
+    assert found == {"eager": is_faster}
 
 
 @pytest.mark.parametrize("route", ["quick", True, 4096.0, None, -1])
@@ -316,7 +400,7 @@ def test_what_needs_no_measurement(monkeypatch):
 
 def test_some_heads_stand_for_all(monkeypatch):
     """Catches seconds of exact attention of one large call."""
-    monkeypatch.setattr(routing, "_MOST_LOGITS", 4 * 48**2)
+    monkeypatch.setitem(routing._MOST_LOGITS, "cpu", 4 * 48**2)
     large = Trial(avq_attention, (2, 48, 8, 16), 40)
     _, exact, share = routing._both_attentions(torch.float32, torch.device("cpu"), large)
     assert exact().shape == (1, 4, 48, 16)
