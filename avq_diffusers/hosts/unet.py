@@ -413,8 +413,7 @@ def prepare(model: nn.Module) -> None:
         ValueError: the layers carry several processors, or what `apply_avq` raises.
     """
     with CHANGES:
-        attentions = [x for x in model.modules() if isinstance(x, Attention)]
-        ours = [attn for attn in attentions if isinstance(attn.processor, AVQProcessor)]
+        ours = _attentions_of(model)
         found = {attn.processor for attn in ours if _is_unprepared(attn)}
         _awaiting.difference_update(attn.processor for attn in ours)
         _stop_waiting()
@@ -438,6 +437,12 @@ def prepare(model: nn.Module) -> None:
             states = processor.make_states(layers)
             UNET.tidy(model)
             install({hosted: states})
+
+
+def _attentions_of(model: nn.Module) -> list[Attention]:
+    """The attention modules that carry a processor of ours."""
+    attentions = [x for x in model.modules() if isinstance(x, Attention)]
+    return [attn for attn in attentions if isinstance(attn.processor, AVQProcessor)]
 
 
 def _is_unprepared(attn: Attention) -> bool:
@@ -481,7 +486,10 @@ def _before_any_module(module: nn.Module, args: Any) -> None:
         _stop_waiting()  # all were forgotten
         return
     for model in (module, *module.children()):  # or a wrapper, such as that of torch.compile
-        if isinstance(model, ModelMixin) and "down_blocks" in model._modules:
+        if not (isinstance(model, ModelMixin) and "down_blocks" in model._modules):
+            continue
+        # Preparing breaks a graph: UNets that need none compile into one.
+        if not torch.compiler.is_compiling() or any(map(_is_unprepared, _attentions_of(model))):
             _prepare_outside_graphs(model)
 
 
