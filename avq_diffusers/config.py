@@ -1,8 +1,9 @@
-"""`AVQConfig`: the configuration of AVQ attention."""
+"""`Spec`: the options of an attention call. `AVQConfig`: these, and the layers that make it."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
@@ -15,52 +16,142 @@ MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and f
 _CONFIGURATION = re.compile(
     r"M(\d{1,18})(?:P(\d{1,18})C(\d{1,18}))?(?:E(\d{1,18}))?", re.ASCII | re.IGNORECASE
 )
-PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
+SIZES = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """AVQ's sizes in a call; `str()` is the configuration string."""
-
-    num_parents: int
-    num_refined: int
-    num_children: int
-    exact_keys: int
-
-    def __str__(self) -> str:
-        return configuration_string(**asdict(self))
-
-    @property
-    def columns(self) -> int:
-        """M0 + P C + E, the most codewords and keys that a query attends to."""
-        return self.num_parents + self.num_refined * self.num_children + self.exact_keys
-
-    @property
-    def least_keys(self) -> int:
-        """The fewest keys that these sizes can take codewords from."""
-        return least_keys(self.num_parents, self.num_children)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AVQConfig:
-    """Configuration of AVQ attention, printed as in the paper: `M64P16C8` or `M64P16C8E256`.
+class Spec:
+    """The options of an attention call; `str()` is the configuration string, such as `M64P16C8`.
 
     Args:
         num_parents: parent codewords per head, M0.
         num_children: children per parent; 0 is flat VQ-attention.
         num_refined: parents refined per query tile, the paper's P; at most `num_parents`.
-        query_tile: number of consecutive queries (in `query_order`) that share one choice of
+        exact_keys: most keys per query tile that take part as themselves, from the leaves where the
+            tile gains most; as many as there are tokens is exact attention.
+        codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
+            `"stored"` the codeword of a codebook, the paper's form.
+        num_updates: Lloyd updates of the parents on the keys of each call, at most 100.
+        query_tile: number of consecutive queries (in the query order) that share one choice of
             parents.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range.
+    """
+
+    num_parents: int = 64
+    num_children: int = 8
+    num_refined: int = 16
+    exact_keys: int = 0
+    codewords: str = "means"
+    num_updates: int = 0
+    query_tile: int = 128
+
+    def __post_init__(self) -> None:
+        check_int("num_parents", self.num_parents, 1, LARGEST_COUNT)
+        check_int("num_children", self.num_children, 0, LARGEST_COUNT)
+        check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
+        check_int("exact_keys", self.exact_keys, 0, LARGEST_COUNT)
+        check_int("num_updates", self.num_updates, 0, MOST_UPDATES)
+        check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
+        if self.codewords not in CODEWORDS:
+            raise ValueError(
+                f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
+            )
+        if self.num_refined > self.num_parents:
+            raise ValueError(
+                f"num_refined must be at most num_parents, {self.num_parents}, but got "
+                f"{self.num_refined}."
+            )
+        if self.num_children == 0 and self.num_refined > 0:
+            raise ValueError(
+                f"num_refined must be 0 without children (flat VQ), but got {self.num_refined}."
+            )
+
+    def __str__(self) -> str:
+        return self.notation(str(self.num_refined))
+
+    def notation(self, refined: str) -> str:
+        """The configuration string with this in place of P."""
+        children = f"P{refined}C{self.num_children}" if self.num_children else ""
+        exact = f"E{self.exact_keys}" if self.exact_keys else ""
+        return f"M{self.num_parents}{children}{exact}"
+
+    @property
+    def means(self) -> bool:
+        """Whether the mean of its keys represents a leaf or cell, else the stored codeword."""
+        return self.codewords == "means"
+
+    @property
+    def num_visible(self) -> int:
+        """M0 + P C, the codewords that a query tile sees (the paper's cost)."""
+        return self.num_parents + self.num_refined * self.num_children
+
+    @property
+    def columns(self) -> int:
+        """M0 + P C + E, the most codewords and keys that a query tile sees."""
+        return self.num_visible + self.exact_keys
+
+    @property
+    def refines_some(self) -> bool:
+        """Whether tiles may refine different parents."""
+        return 0 < self.num_refined < self.num_parents
+
+    @property
+    def most_refined(self) -> int:
+        """The largest valid `num_refined`: all parents, or 0 for flat VQ-attention."""
+        return self.num_parents if self.num_children else 0
+
+    @property
+    def least_keys(self) -> int:
+        """The fewest keys that the codewords of a call can be taken from."""
+        return -(-self.num_parents * (1 + self.num_children) // MOST_CODEWORDS_PER_KEY)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The options as integers, for an operator's schema."""
+        values = {name: getattr(self, name) for name in _SPEC_FIELDS}
+        return list((values | {"codewords": CODEWORDS.index(self.codewords)}).values())
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> "Spec":
+        """The inverse of `numbers`.
+
+        Args:
+            numbers: a spec's `numbers`.
+        """
+        values: dict[str, Any] = dict(zip(_SPEC_FIELDS, numbers, strict=True))
+        return cls(**values | {"codewords": CODEWORDS[values["codewords"]]})
+
+    def resized(self, text: str) -> "Spec":
+        """These options with the sizes of a configuration string.
+
+        Args:
+            text: `"M64P16C8"` (AVQ), `"M256"` (flat VQ), or with exact keys `"M64P16C8E256"`.
+
+        Raises:
+            TypeError: `text` is not a string.
+            ValueError: `text` is malformed.
+        """
+        return replace(self, **sizes_of(text))
+
+
+_SPEC_FIELDS = tuple(field.name for field in fields(Spec))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AVQConfig(Spec):
+    """Configuration of AVQ attention: the options of its calls, and the layers that make them.
+
+    Args:
+        num_parents, num_children, num_refined, exact_keys, codewords, num_updates, query_tile: as
+            in `Spec`.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the grid's tokens.
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
             of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them.
-        codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
-            `"stored"` the codeword of a codebook, the paper's form.
-        num_updates: Lloyd updates of the parents on the keys of each call, at most 100.
-        exact_keys: most keys per query tile that take part as themselves, from the leaves where the
-            tile gains most; as many as there are tokens is exact attention.
         key_norm: normalize keys with a learnable LayerNorm before quantizing them.
         overrides: other values of `num_parents`, `num_children`, `num_refined` or `exact_keys`. A
             key is a level such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`.
@@ -72,40 +163,14 @@ class AVQConfig:
         ValueError: a field is out of range, or an override names another field.
     """
 
-    num_parents: int = 64
-    num_children: int = 8
-    num_refined: int = 16
-    query_tile: int = 128
     query_order: str = "gilbert"
     levels: tuple[int, ...] = (0,)
     exact: tuple[str, ...] = ()
-    codewords: str = "means"
-    num_updates: int = 0
-    exact_keys: int = 0
     key_norm: bool = False
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_int("num_parents", self.num_parents, 1, LARGEST_COUNT)
-        check_int("num_children", self.num_children, 0, LARGEST_COUNT)
-        check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
-        check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
-        check_int("num_updates", self.num_updates, 0, MOST_UPDATES)
-        if self.codewords not in CODEWORDS:
-            raise ValueError(
-                f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
-            )
-        check_int("exact_keys", self.exact_keys, 0, LARGEST_COUNT)
-        if self.num_refined > self.num_parents:
-            raise ValueError(
-                f"num_refined must be at most num_parents, but got {self.num_refined} > "
-                f"{self.num_parents}."
-            )
-        if self.num_children == 0 and self.num_refined > 0:
-            raise ValueError(
-                f"num_refined must be 0 when num_children is 0 (flat VQ), but got "
-                f"{self.num_refined}."
-            )
+        super().__post_init__()
         if self.query_order not in QUERY_ORDERS:
             raise ValueError(
                 f"query_order must be one of {', '.join(QUERY_ORDERS)}, but got "
@@ -133,39 +198,20 @@ class AVQConfig:
                 raise TypeError(f"overrides must have strings as keys, but got {key!r}.")
             if not isinstance(values, Mapping):
                 raise TypeError(f"overrides[{key!r}] must be a mapping, but got {values!r}.")
-            unknown = set(values) - set(PER_LAYER_FIELDS)
+            unknown = set(values) - set(SIZES)
             if unknown:
                 raise ValueError(
-                    f"overrides[{key!r}] may set {', '.join(PER_LAYER_FIELDS)}, but got "
+                    f"overrides[{key!r}] may set {', '.join(SIZES)}, but got "
                     f"{', '.join(sorted(unknown))}."
                 )
             self._with(values)
         copied = {key: dict(values) for key, values in self.overrides.items()}
         object.__setattr__(self, "overrides", copied)
 
-    def __str__(self) -> str:
-        return str(self.sizes)
-
-    @property
-    def sizes(self) -> Sizes:
-        """Parents, refined parents, children and exact keys."""
-        return Sizes(**{name: getattr(self, name) for name in PER_LAYER_FIELDS})
-
-    @property
-    def attention_arguments(self) -> dict[str, Any]:
-        """The arguments of `avq_attention` that a configuration sets; the order needs a grid."""
-        names = (*PER_LAYER_FIELDS, "codewords", "num_updates", "query_tile")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def effective_codewords(self) -> int:
-        """M0 + P C, the number of codewords that a query attends to (the paper's cost)."""
-        return self.num_parents + self.num_refined * self.num_children
-
-    @property
-    def most_refined(self) -> int:
-        """The largest valid `num_refined`: all parents, or 0 for flat VQ-attention."""
-        return self.num_parents if self.num_children else 0
+    @cached_property
+    def spec(self) -> Spec:
+        """The options of a call."""
+        return Spec(**{name: getattr(self, name) for name in _SPEC_FIELDS})
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
@@ -179,19 +225,7 @@ class AVQConfig:
             TypeError: `text` is not a string.
             ValueError: `text` is malformed.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
-        match = _CONFIGURATION.fullmatch(text.strip())
-        if match is None:
-            shown = text if len(text) <= 80 else f"{text[:80]}..."
-            raise ValueError(
-                f"expected a configuration such as M64P16C8 or M256, but got {shown!r}."
-            )
-        names = ("num_parents", "num_refined", "num_children")
-        sizes: dict[str, Any] = {x: int(match[i] or 0) for i, x in enumerate(names, start=1)}
-        if match[4] is not None:
-            other_fields = {"exact_keys": int(match[4])} | other_fields
-        return cls(**sizes, **other_fields)
+        return cls(**sizes_of(text) | other_fields)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AVQConfig":
@@ -200,8 +234,6 @@ class AVQConfig:
         Raises:
             ValueError: a key is not a field.
         """
-        # Older files still say that there is no tiled importance.
-        values = {name: x for name, x in values.items() if (name, x) != ("importance_tile", None)}
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"unknown AVQConfig keys: {', '.join(sorted(unknown))}.")
@@ -219,18 +251,22 @@ class AVQConfig:
         return replace(self, overrides={}, **values)
 
 
-def configuration_string(
-    num_parents: int, num_refined: int | str, num_children: int, exact_keys: int
-) -> str:
-    """The paper's notation, `M64P16C8` or `M64`, with `E256` for exact keys."""
-    children = f"P{num_refined}C{num_children}" if num_children else ""
-    exact = f"E{exact_keys}" if exact_keys else ""
-    return f"M{num_parents}{children}{exact}"
+def sizes_of(text: str) -> dict[str, Any]:
+    """The sizes in a configuration string, by field; exact keys only if it names them.
 
-
-def least_keys(num_parents: int, num_children: int) -> int:
-    """The fewest keys of a call that this many codewords can be taken from."""
-    return -(-num_parents * (1 + num_children) // MOST_CODEWORDS_PER_KEY)
+    Raises:
+        TypeError: `text` is not a string.
+        ValueError: `text` is malformed.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
+    match = _CONFIGURATION.fullmatch(text.strip())
+    if match is None:
+        shown = text if len(text) <= 80 else f"{text[:80]}..."
+        raise ValueError(f"expected a configuration such as M64P16C8 or M256, but got {shown!r}.")
+    parents, refined, children, exact = match.groups()
+    sizes = {"num_parents": parents, "num_refined": refined or 0, "num_children": children or 0}
+    return {name: int(x) for name, x in (sizes | {"exact_keys": exact}).items() if x is not None}
 
 
 def is_within(layer: str, name: str) -> bool:

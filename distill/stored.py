@@ -12,13 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avq_diffusers import AVQCodebooks, AVQConfig, avq_attention, gather_codebooks
+from avq_diffusers import AVQCodebooks, AVQConfig, gather_codebooks
+from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.diagnostics import capture
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, ema_decay
 from avq_diffusers.codebook.kmeans import fit_codebook
-from distill.attention import exact_attention
+from avq_diffusers.config import Spec
+from distill.attention import attend_exactly
 from distill.config import CodebookConfig
 from distill.quantizer import Quantizer
 
@@ -50,26 +53,24 @@ class StoredAttention(nn.Module):
         # Arguments for `capture`, from one image of the last batch.
         self.sample: dict[str, Tensor] = {}
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-    ) -> tuple[Tensor, str]:
+    def forward(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
         """Attend with queries and keys (B, H, N, D), after the key norm."""
+        query, key = tensors.query, tensors.key
         if self.training:
             leaves = self.quantizer(key.float())
             self.sample = {
                 "query": query[:1].detach().clone(),
                 "key": leaves.key[:1].detach().clone(),
-                "query_order": options["query_order"],
+                "query_order": tensors.query_order,
             }
             if self.full_spawning:
                 key = self.quantizer.quantized_key(leaves).to(query.dtype)
-                sinks = options["sink_key"]
+                sinks = tensors.sink_key
                 if sinks is not None:
                     centre = centre_of(self.quantizer.parent_codewords.detach())
-                    options["sink_key"] = (sinks.float() - centre).to(sinks.dtype)
-                return exact_attention(query, key, value, **options)
-        codebook = self.quantizer.codebook()
-        return avq_attention(query, key, value, codebook, **options), options["backend"]
+                    sinks = (sinks.float() - centre).to(sinks.dtype)
+                return attend_exactly(tensors._replace(key=key, sink_key=sinks), spec, backend)
+        return attend(tensors.with_codebook(self.quantizer.codebook()), spec, backend)
 
     @torch.no_grad()
     def start_key_norm(self, keys: Tensor) -> None:

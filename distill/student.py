@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, AVQProcessor, apply_avq, select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from distill.attention import exact_attention, train_attention
+from distill.attention import attend_exactly, train_attention
 from distill.config import ObjectiveConfig
 from distill.stored import StoredAttention
 
@@ -70,7 +70,7 @@ def make_student(
             layer.attn.set_processor(processor.to(student.device))
         return student
     if attention == "exact":
-        train_attention(student, {layer.name: exact_attention for layer in layers}, config)
+        train_attention(student, {layer.name: attend_exactly for layer in layers}, config)
     elif config.codewords == "means":
         apply_avq(student, config, route="always")
     else:

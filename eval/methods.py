@@ -26,7 +26,9 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention import reference
-from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.attention.exact import keys_and_values
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
 from avq_diffusers.hosts import attention_replaced, has_unet
 from eval.keys.peers import arranged, attention_in_order, check_peer
@@ -51,55 +53,34 @@ COMPUTATION = ("num_updates", "query_tile", "query_order", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # its noise is shared with no image of a table
 
 
-def own_values(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    codebook: None,
-    *,
-    sink_key: Tensor | None,
-    sink_value: Tensor | None,
-    query_order: Tensor,
-    key_order: Tensor,
-    scale: float | None,
-    **sizes: Any,
-) -> tuple[Tensor, str]:
+def own_values(tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
     """Negative control: grid tokens only attend to themselves and the text.
 
     Without text, they get their own values.
     """
-    if sink_key is None or sink_value is None:
-        return value, NO_ATTENTION
-    num_tokens = key.shape[2]
-    key, value = torch.cat([key, sink_key], dim=2), torch.cat([value, sink_value], dim=2)
-    rows = query_order[:num_tokens].long()  # the text's come after them
+    if tensors.sink_key is None:
+        return tensors.value, NO_ATTENTION
+    query, num_tokens = tensors.query, tensors.key.shape[2]
+    key, value = keys_and_values(tensors)
+    rows = tensors.query_order[:num_tokens].long()  # the text's come after them
     mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
     mask[rows, :num_tokens] = False
-    mask[rows, key_order.long()] = True
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale), NO_ATTENTION
+    mask[rows, tensors.key_order.long()] = True
+    output = F.scaled_dot_product_attention(query, key, value, mask, scale=tensors.scale)
+    return output, NO_ATTENTION
 
 
 def peer_attention(
-    method: MethodName,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    codebook: None,
-    *,
-    sink_key: Tensor | None,
-    sink_value: Tensor | None,
-    query_order: Tensor,
-    key_order: Tensor,
-    scale: float | None,
-    **sizes: Any,
+    method: MethodName, tensors: Tensors, spec: Spec, backend: str
 ) -> tuple[Tensor, str]:
     """A peer's attention over the grid tokens in query order, followed by the text."""
-    order, key_order = query_order.long(), key_order.long()
-    key, value = key[:, :, key_order], value[:, :, key_order]
-    if sink_key is not None and sink_value is not None:
-        key, value = torch.cat([key, sink_key], dim=2), torch.cat([value, sink_value], dim=2)
+    order, key_order = tensors.query_order.long(), tensors.key_order.long()
+    query, key, value = tensors[:3]
+    key, value = keys_and_values(
+        tensors._replace(key=key[:, :, key_order], value=value[:, :, key_order])
+    )
     inputs = arranged(method.source, query[:, :, order], key, value)
-    output = attention_in_order(method.source, method.setting, inputs, scale)
+    output = attention_in_order(method.source, method.setting, inputs, tensors.scale)
     found = torch.empty_like(query, memory_format=torch.contiguous_format)
     return found.index_copy_(2, order, output), method.source
 
@@ -201,7 +182,7 @@ class Method:
             is_own = self.has_own_codewords
             labels += dict.fromkeys(config_label(config, own=is_own) for config in configs)
             labels += exact_labels(self.own or self.codebooks.avq_config)
-        effective = [config.effective_codewords for config in configs]
+        effective = [config.num_visible for config in configs]
         return {
             "method": self.name,
             "config": ", ".join(labels) or None,
@@ -306,15 +287,10 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
 
 
 def tiled_attention(
-    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None, **options: Any
+    tensors: Tensors, spec: Spec, backend: str, *, importance_tile: int
 ) -> tuple[Tensor, str]:
     """The definition with an `importance_tile`, in place of a layer's AVQ."""
-    del options["backend"]
-    parents = children = None
-    if codebook is not None:
-        parents, children = codebook.parents, codebook.children
-    output = reference.avq_attention(query, key, value, parents, children, **options)
-    return output, "reference"
+    return reference.avq_attention(tensors, spec, importance_tile), "reference"
 
 
 @contextmanager

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import Spec
 
 stored_attention = partial(avq_attention, codewords="stored")
 
+INPUTS = ("sink_key", "sink_value", "query_order", "key_order", "scale")
 # All arguments of `avq_attention` beside tensors, codebook and backend.
 OPTIONS = {
     "num_parents": 6,
@@ -68,10 +70,19 @@ def call_of(
     query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None, **options: Any
 ) -> tuple[Tensors, Spec]:
     """What `avq_attention` makes of its arguments; others than the given ones are `OPTIONS`."""
-    options = OPTIONS | options
-    tensors = Tensors.of_call(query, key, value, codebook, options)
-    tensors.check()
-    return tensors, Spec.of_call(tensors, options)
+    tensors, spec = unchecked_call(query, key, value, codebook, **OPTIONS | options)
+    tensors.check(spec)
+    return tensors, spec
+
+
+def unchecked_call(
+    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None = None, **options: Any
+) -> tuple[Tensors, Spec]:
+    """What `avq_attention` makes of its arguments, before it checks the tensors."""
+    inputs = {name: options.pop(name) for name in INPUTS if name in options}
+    if codebook is not None:
+        options |= {"num_parents": codebook.num_parents, "num_children": codebook.num_children}
+    return Tensors.of(query, key, value, codebook, **inputs), Spec(**options)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

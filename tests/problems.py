@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cases import unchecked_call
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.limits import obstacles
-from avq_diffusers.attention.spec import DTYPES, Spec, Tensors
+from avq_diffusers.attention.tensors import DTYPES, Tensors
 from avq_diffusers.attention.triton import codewords
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import Spec
 
 KEYS = ("clustered", "spread", "skewed", "one hot leaf", "identical", "offset", "empty parents")
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,10 +89,7 @@ class Problem:
 
     def call(self) -> tuple[Tensors, Spec]:
         """What `avq_attention` makes of it, with the key order that it decides for."""
-        options = dict.fromkeys(SINKS) | self.tokens | self.options
-        named = {name: options.pop(name) for name in ("query", "key", "value")}
-        tensors = Tensors.of_call(**named, codebook=self.codebook, options=options)
-        return tensors, Spec.of_call(tensors, options)
+        return unchecked_call(codebook=self.codebook, **self.tokens | self.options)
 
     def largest_logits(self) -> Tensor:
         """(B, H, N) around the mean of the keys, which a softmax ignores."""
@@ -117,19 +116,18 @@ class Problem:
         Args:
             tokens: instead of those of the problem, in float64.
         """
-        given = {name: x.double() for name, x in self.tokens.items()} | tokens
-        options, key = dict(self.options), given["key"].detach()
-        parents = children = None
+        wide = {name: x.double() for name, x in self.tokens.items()} | tokens
+        inputs, spec = self.call()
+        inputs = inputs._replace(**wide, scale=self.scale)
         with Choices(self, backend) as choices:
             if self.codebook is not None:
                 rounds = backend == "triton"
                 stored = self.rounded_codebook() if rounds else self.codebook
-                parents, children = stored.parents.double(), stored.children.double()
-            elif backend == "triton" and options.pop("num_updates"):
-                parents = self.updated_parents(key)
-            return reference.avq_attention(
-                **given, parents=parents, children=children, **options
-            ), choices
+                inputs = inputs.with_codebook(stored.to(dtype=torch.float64))
+            elif backend == "triton" and spec.num_updates:
+                parents = self.updated_parents(wide["key"].detach())
+                inputs, spec = inputs._replace(parents=parents), replace(spec, num_updates=0)
+            return reference.avq_attention(inputs, spec), choices
 
     def updated_parents(self, key: Tensor) -> Tensor:
         """(B, H, M0, D) parents from keys in float64, rounded as by the kernels."""

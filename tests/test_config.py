@@ -1,9 +1,9 @@
 import re
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from avq_diffusers.config import AVQConfig, Sizes
+from avq_diffusers.config import AVQConfig, Spec
 
 NAMES = "num_parents", "num_refined", "num_children", "exact_keys"
 
@@ -23,19 +23,35 @@ def test_parses_the_papers_notation(text, sizes, effective):
     config = AVQConfig.parse(text, levels=[1, 0, 1])
     assert config.levels == (0, 1)
     assert config.most_refined == (sizes[0] if sizes[2] else 0)
-    assert tuple(asdict(config.sizes)[name] for name in NAMES) == sizes
-    assert config.effective_codewords == effective
+    assert tuple(getattr(config.spec, name) for name in NAMES) == sizes
+    assert config.num_visible == effective
     assert str(config) == text.strip().upper()
 
 
 def test_sizes_have_names():
     """Catches numbers that are taken for others: configurations order them differently."""
-    sizes = AVQConfig(num_parents=64, num_children=8, num_refined=16, exact_keys=256).sizes
-    assert sizes == Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=256)
-    assert (str(sizes), sizes.columns) == ("M64P16C8E256", 64 + 16 * 8 + 256)
-    assert len({sizes, AVQConfig.parse(str(sizes)).sizes}) == 1
+    spec = AVQConfig(num_parents=64, num_children=8, num_refined=16, exact_keys=256).spec
+    assert spec == Spec(num_parents=64, num_refined=16, num_children=8, exact_keys=256)
+    assert (str(spec), spec.columns) == ("M64P16C8E256", 64 + 16 * 8 + 256)
+    assert len({spec, AVQConfig.parse(str(spec)).spec}) == 1
     with pytest.raises(TypeError, match="positional"):
-        Sizes(64, 16, 8, 256)
+        Spec(64, 16, 8, 256)
+
+
+def test_an_operator_gets_every_option():
+    """Catches a field that an operator's schema loses."""
+    spec = Spec(
+        num_parents=9,
+        num_children=2,
+        num_refined=3,
+        exact_keys=4,
+        codewords="stored",
+        num_updates=5,
+        query_tile=6,
+    )
+    assert Spec.of_numbers(spec.numbers) == spec
+    assert len({*spec.numbers}) == len(spec.numbers)
+    assert spec.resized("M8P1C2") == replace(spec, num_parents=8, num_refined=1)
 
 
 @pytest.mark.parametrize("text", ["M\uff16\uff14P16C8", "M" + 5000 * "9", "M64E\u0663"])
@@ -72,12 +88,12 @@ def test_parse_rejects_other_forms(text):
         (
             {"num_parents": 8, "num_refined": 9},
             ValueError,
-            "num_refined must be at most num_parents, but got 9 > 8.",
+            "num_refined must be at most num_parents, 8, but got 9.",
         ),
         (
             {"num_children": 0, "num_refined": 4},
             ValueError,
-            "num_refined must be 0 when num_children is 0 (flat VQ), but got 4.",
+            "num_refined must be 0 without children (flat VQ), but got 4.",
         ),
         (
             {"num_updates": 2**31},
@@ -121,7 +137,7 @@ def test_parse_rejects_other_forms(text):
         (
             {"overrides": {"1": {"num_refined": 65}}},
             ValueError,
-            "num_refined must be at most num_parents, but got 65 > 64.",
+            "num_refined must be at most num_parents, 64, but got 65.",
         ),
     ],
 )

@@ -1,31 +1,17 @@
 """`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
-import warnings
-import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from math import prod
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.attention import reference, self_check, torch_backward, torch_forward
-from avq_diffusers.attention.flops import backward_flops, forward_flops
-from avq_diffusers.attention.limits import LIMITS, faults, kind_of_call, obstacles
-from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
-from avq_diffusers.attention.triton import codewords as tables
+from avq_diffusers.attention import operators, reference, torch_backward
+from avq_diffusers.attention.limits import LIMITS, faults, obstacles
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import Spec
 
 BACKENDS = ("auto", *LIMITS)
-
-_NOTHING = nullcontext()
 
 
 def avq_attention(
@@ -113,118 +99,104 @@ def avq_attention(
         NotImplementedError: an input has a forward-mode tangent, or the call is inside a
             `torch.func` transform.
     """
-    output, _ = attention_and_backend(
+    tensors = Tensors.of(
         query,
         key,
         value,
         codebook,
-        num_parents=num_parents,
-        num_children=num_children,
-        num_refined=num_refined,
-        codewords=codewords,
-        num_updates=num_updates,
-        exact_keys=exact_keys,
         sink_key=sink_key,
         sink_value=sink_value,
-        query_tile=query_tile,
         query_order=query_order,
         key_order=key_order,
         scale=scale,
-        backend=backend,
     )
+    if codebook is not None:
+        num_parents, num_children = codebook.num_parents, codebook.num_children
+    spec = Spec(
+        num_parents=num_parents,
+        num_children=num_children,
+        num_refined=num_refined,
+        exact_keys=exact_keys,
+        codewords=codewords,
+        num_updates=num_updates,
+        query_tile=query_tile,
+    )
+    output, _ = attend(tensors, spec, backend)
     return output
 
 
-def attention_and_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    codebook: Codebook | None = None,
-    *,
-    backend: str = "auto",
-    **options: Any,
-) -> tuple[Tensor, str]:
-    """`avq_attention`, plus the name of the backend that ran: never "auto".
+def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor, str]:
+    """`avq_attention` of one object, plus the name of the backend that ran: never "auto".
 
     Args:
-        query, key, value, codebook, backend: as in `avq_attention`.
-        **options: the other arguments of `avq_attention`.
+        tensors: the inputs.
+        spec: the options; the sizes are those of the codebook, if there is one.
+        backend: as in `avq_attention`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
-    tensors = Tensors.of_call(query, key, value, codebook, options)
-    spec, backend = _settle(tensors, options, backend)
+    backend = _settled_backend(tensors, spec, backend)
     _refuse_transforms(backend, *tensors.tokens())
+    query, key, value = tensors[:3]
     if backend == "triton":
         needs_grad = _needs_grad(*tensors.tokens())
         if not needs_grad and not _is_watched(query, key, value):
-            return _launch_kernels(tensors, spec), backend
+            return operators.by_kernels(tensors, spec), backend
         # No gradient for the codebook, even if it requires one.
         with torch.set_grad_enabled(needs_grad):
-            return _kernel_attention(*tensors, spec.numbers(), spec.scale), backend
+            return operators.kernel_attention(*tensors, spec.numbers), backend
 
     tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     if backend == "torch":
-        return _attention(*tensors, spec.numbers(), spec.scale), backend
+        return operators.attention(*tensors, spec.numbers), backend
     # Autocast would choose parents in half precision.
     with torch.autocast(query.device.type, enabled=False):
         parents, children = tensors.parents, tensors.children
         if parents is not None and children is not None and backend == "dense":
-            quantized_key = _quantize(
-                key, parents, children if spec.num_refined else children[:, :, :0]
+            visible = children if spec.num_refined else children[:, :, :0]
+            quantized_key = operators.quantize(key, parents, visible)
+            output = F.scaled_dot_product_attention(
+                query, quantized_key, value, scale=tensors.scale
             )
-            output = F.scaled_dot_product_attention(query, quantized_key, value, scale=spec.scale)
         else:
-            output = reference.avq_attention(query, key, value, parents, children, **options)
+            output = reference.avq_attention(tensors, spec)
     return output.transpose(1, 2).contiguous().transpose(1, 2), backend
 
 
-# Checked spec and chosen backend per call signature, on a GPU.
-_settled: dict[tuple[object, ...], tuple[Spec, str]] = {}
+# The backend of each checked call on a GPU.
+_settled: dict[tuple[object, ...], str] = {}
 _MOST_SETTLED = 512
 
 
-def _settle(tensors: Tensors, options: Mapping[str, Any], backend: str) -> tuple[Spec, str]:
-    """Check the arguments and choose the backend: on a GPU once per call signature."""
-    looks = None
+def _settled_backend(tensors: Tensors, spec: Spec, backend: str) -> str:
+    """Check a call and choose its backend: on a GPU once for all calls that look the same."""
     query = tensors.query
-    if isinstance(query, Tensor) and query.is_cuda and not torch.compiler.is_compiling():
-        numbers = [x for x in options.values() if not isinstance(x, Tensor)]
-        try:
-            looks = (
-                torch.is_grad_enabled(),
-                backend,
-                *options,
-                *[None if x is None else _look(x) for x in tensors],
-                *numbers,
-                *map(type, numbers),
-            )
-            found = _settled.get(looks)
-        except (AttributeError, TypeError):  # an argument of the wrong type, perhaps unhashable
-            looks = found = None
-        if found is not None:
-            return found
-    tensors.check()
-    spec = Spec.of_call(tensors, options)
-    settled = spec, resolve_backend(backend, tensors, spec)
-    if looks is not None:
+    if not isinstance(query, Tensor) or not query.is_cuda or torch.compiler.is_compiling():
+        tensors.check(spec)
+        return resolve_backend(backend, tensors, spec)
+    call = (spec, backend, torch.is_grad_enabled(), len(faults), *map(_look, tensors))
+    settled = _settled.get(call)
+    if settled is None:
+        tensors.check(spec)
+        settled = resolve_backend(backend, tensors, spec)
         if len(_settled) >= _MOST_SETTLED:
             _settled.clear()
-        _settled[looks] = settled
+        _settled[call] = settled
     return settled
 
 
-def _look(x: Tensor) -> tuple[object, ...]:
-    """Cache key of a tensor: the properties that checks and dispatch look at."""
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+def _look(x: object) -> object:
+    """The properties of a tensor that checks and dispatch look at; other inputs as they are."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return x
 
 
 def _is_watched(*tensors: Tensor) -> bool:
-    """Whether a compiler, tracer, mode or tensor subclass must see the operation."""
+    """Whether a compiler, mode or tensor subclass must see the operation."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or any(type(tensor) is not Tensor for tensor in tensors)
     )
@@ -285,249 +257,3 @@ def _refuse_transforms(backend: str, *tensors: Tensor | None) -> None:
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-# Operator arguments: the fields of `Tensors`, then those of a `Spec`.
-_CALL = ", ".join(
-    [
-        *(f"Tensor {name}" for name in Tensors._fields[:3]),
-        *(f"Tensor? {name}" for name in Tensors._fields[3:]),
-        "SymInt[] numbers",
-        "float scale",
-    ]
-)
-
-
-def _call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
-    """Unpack an operator's arguments; only `torch.jit.trace` can change their shapes."""
-    *tensors, numbers, scale = arguments
-    call = Tensors(*tensors)
-    order, num_queries = call.query_order, call.query.shape[2]
-    if order is not None and order.shape[0] != num_queries:
-        raise ValueError(
-            f"a torch.jit.trace only takes the number of tokens it was traced with: expected "
-            f"{order.shape[0]}, but got {num_queries}."
-        )
-    return call, Spec.of_numbers(numbers, scale)
-
-
-@torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({_CALL}) -> Tensor")
-def _attention(*arguments: Any) -> Tensor:
-    return _by_pytorch(*_call_of(arguments))
-
-
-def _by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
-    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
-    # Autocast would compute the float32 products in half precision.
-    with torch.autocast(tensors.query.device.type, enabled=False):
-        return torch_forward.avq_attention(tensors, spec)
-
-
-@torch.library.custom_op(
-    "avq_diffusers::kernel_attention", mutates_args=(), schema=f"({_CALL}) -> Tensor"
-)
-def _kernel_attention(*arguments: Any) -> Tensor:
-    return _launch_kernels(*_call_of(arguments))
-
-
-def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
-    """Run the kernels, or PyTorch if they exceed the GPU's resources or fail the self-check."""
-    kernels = _kernels()
-    with _current(tensors.query.device):
-        try:
-            output = kernels.call.kernel_attention(tensors, *_kernel_codewords(tensors, spec), spec)
-        except kernels.OutOfResources as error:
-            _note_lack(tensors, spec, error)
-            return _by_pytorch(tensors, spec)
-    if self_check.is_due(tensors, spec):
-        last = slice(-1, None)
-        expected = _by_pytorch(tensors.part(last), spec)
-        if not self_check.passes(tensors, spec, [(output[last], expected)]):
-            _settled.clear()
-            return _by_pytorch(tensors, spec)
-    return output
-
-
-def _note_lack(tensors: Tensors, spec: Spec, error: Exception) -> None:
-    """Remember that calls of this kind exceed the GPU's resources."""
-    warnings.warn(f"AVQ runs in PyTorch for calls like this one: {error}", stacklevel=3)
-    faults[kind_of_call(tensors, spec)] = f"the kernels exceed this GPU's resources: {error}"
-    _settled.clear()
-
-
-@cache
-def _kernels() -> SimpleNamespace:
-    """The modules that launch kernels; importing them needs Triton."""
-    from triton.runtime.errors import OutOfResources
-
-    from avq_diffusers.attention.triton import call, gradients, updates
-
-    return SimpleNamespace(
-        call=call, gradients=gradients, updates=updates, OutOfResources=OutOfResources
-    )
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    """Make the device current: Triton launches on the current one."""
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return _NOTHING if is_current else torch.cuda.device(device)
-
-
-def _kernel_codewords(
-    tensors: Tensors, spec: Spec
-) -> tuple[tables.StoredCodes | None, Tensor | None]:
-    """Stored codewords or updated parents, in the kernels' form; at most one of the two."""
-    if tensors.parents is not None and tensors.children is not None:
-        dtype = tensors.key.dtype
-        return _packed_codewords(tensors.parents, tensors.children, spec.scale, dtype), None
-    if spec.num_updates == 0:
-        return None, None
-    return None, _kernels().updates.updated_parents(tensors.key, tensors.key_order, spec)
-
-
-@_kernel_attention.register_fake
-@_attention.register_fake
-def _(query: Tensor, *others: Any) -> Tensor:
-    return torch_forward.empty_tokens(query)
-
-
-@torch.library.custom_op(
-    "avq_diffusers::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, {_CALL}, bool[] needs_grad, bool by_kernels) -> Tensor[]",
-)
-def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    *call, needs_grad, by_kernels = arguments
-    tensors, spec = _call_of(call)
-    if by_kernels and _kernels().gradients.serves(tensors.query, means=spec.means):
-        grads = _gradients_by_kernels(grad_output, tensors, spec)
-        if grads is not None:
-            return [grad for grad, needed in zip(grads, needs_grad, strict=False) if needed]
-    return _gradients_by_pytorch(grad_output, tensors, spec, needs_grad)
-
-
-def _gradients_by_kernels(grad_output: Tensor, tensors: Tensors, spec: Spec) -> list[Tensor] | None:
-    """Gradients of all tokens; None if the kernels exceed the GPU's resources or are wrong."""
-    kernels = _kernels()
-    with _current(tensors.query.device):
-        try:
-            codewords = _kernel_codewords(tensors, spec)
-            grads = kernels.gradients.kernel_gradients(grad_output, tensors, *codewords, spec)
-        except kernels.OutOfResources as error:
-            _note_lack(tensors, spec, error)
-            return None
-    if self_check.is_due(tensors, spec, of="gradients"):
-        last, needed = slice(-1, None), [x is not None for x in tensors.tokens()]
-        expected = _gradients_by_pytorch(grad_output[last], tensors.part(last), spec, needed)
-        pairs = [(found[last], right) for found, right in zip(grads, expected, strict=True)]
-        if not self_check.passes(tensors, spec, pairs, of="gradients"):
-            _settled.clear()
-            return None
-    return grads
-
-
-def _gradients_by_pytorch(
-    grad_output: Tensor, tensors: Tensors, spec: Spec, needs_grad: Sequence[bool]
-) -> list[Tensor]:
-    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
-    with torch.autocast(tensors.query.device.type, enabled=False):
-        return torch_backward.gradients(grad_output, tensors, spec, needs_grad)
-
-
-@_attention_backward.register_fake
-def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    inputs = zip(arguments[:NUM_TOKENS], arguments[-2], strict=True)
-    return [torch_forward.empty_tokens(x) for x, needed in inputs if needed]
-
-
-def _refuse_second_derivatives(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "avq_attention is only once differentiable; for second derivatives use exact attention."
-    )
-
-
-_attention_backward.register_autograd(_refuse_second_derivatives)
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.numbers, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad_output: Tensor, *, by_kernels: bool) -> tuple[Tensor | None, ...]:
-    needs_grad = ctx.needs_input_grad[:NUM_TOKENS]
-    call = *ctx.saved_tensors, ctx.numbers, ctx.scale
-    found = iter(_attention_backward(grad_output, *call, needs_grad, by_kernels))
-    constants = len(call) - NUM_TOKENS
-    return *(next(found) if needed else None for needed in needs_grad), *(None,) * constants
-
-
-for _operation, _by_kernels in ((_attention, False), (_kernel_attention, True)):
-    _operation.register_autograd(
-        partial(_backward, by_kernels=_by_kernels), setup_context=_save_inputs
-    )
-
-
-def _shapes_of(arguments: Sequence[Any]) -> tuple[Any, int, int, Spec]:
-    """The arguments of `forward_flops`, of an operator's arguments with shapes for tensors."""
-    *shapes, numbers, scale = arguments
-    call = Tensors(*shapes)
-    num_sinks = 0 if call.sink_key is None else call.sink_key[2]
-    return call.query, int(call.key[2]), int(num_sinks), Spec.of_numbers(numbers, scale)
-
-
-@register_flop_formula([x._opoverload.overloadpacket for x in (_attention, _kernel_attention)])
-def _(*arguments: Any, **others: Any) -> int:
-    return forward_flops(*_shapes_of(arguments))
-
-
-@register_flop_formula(_attention_backward._opoverload.overloadpacket)
-def _(grad_output: Any, *arguments: Any, **others: Any) -> int:
-    return backward_flops(*_shapes_of(arguments[:-2]))
-
-
-@torch.library.custom_op("avq_diffusers::quantize", mutates_args=())
-def _quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    return torch_backward.quantize(key, parents, children)
-
-
-@_quantize.register_fake
-def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    return key.new_empty(key.shape)
-
-
-@register_flop_formula(_quantize._opoverload.overloadpacket)
-def _(key: Sequence[int], parents: Any, children: Sequence[int], **others: Any) -> int:
-    _, num_parents, num_children, _ = children
-    return 2 * prod(key) * (num_parents + num_children)
-
-
-_quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
-
-
-class _Packed(NamedTuple):
-    children: weakref.ref[Tensor]
-    states: tuple[tuple[Any, ...], ...]
-    codes: tables.StoredCodes
-
-
-# Packed tables per parents tensor. A codebook that moves or changes in place is packed again.
-_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _packed_codewords(
-    parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
-) -> tables.StoredCodes:
-    """`codewords.pack`, cached for the lifetime of the codebook."""
-    if parents.is_inference() or children.is_inference():  # no version counter
-        return tables.pack(parents, children, scale=scale, dtype=dtype)
-    states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))
-    tables_of = _packed.setdefault(parents, {})
-    found = tables_of.get((scale, dtype))
-    if found is not None and found.children() is children and found.states == states:
-        return found.codes
-    codes = tables.pack(parents, children, scale=scale, dtype=dtype)
-    # Tensors allocated during CUDA graph capture belong to that graph.
-    if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
-        tables_of[scale, dtype] = _Packed(weakref.ref(children), states, codes)
-    return codes

@@ -7,19 +7,18 @@ Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.own_codewords import codewords_and_leaves
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.assignment import across_heads, chunk_length, heads_first, leaf_sums
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import LARGEST_COUNT, check_int
+from avq_diffusers.config import LARGEST_COUNT, Spec, check_int
 
 ACTIVE_SHARE = 0.01
 
@@ -97,7 +96,7 @@ def attention_mass(
     members.scatter_(-1, found.cell[..., None], 1)
     masses = []
     for tiles in _query_tiles(tensors, spec, row_elements=key.shape[2]):
-        attention = (spec.scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
+        attention = (tensors.scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
         masses.append(attention.unflatten(2, tiles.shape[2:4]).sum(dim=3) @ members)
     return torch.cat(masses, dim=-2)
 
@@ -238,12 +237,14 @@ def _call(
     num_refined: int = 0,
 ) -> tuple[Tensors, Spec]:
     """The checked call of `avq_attention`, with keys standing in for values."""
-    # Defaults come from its signature, the only place that states them.
-    given = {**(avq_attention.__kwdefaults__ or {}), **options, "num_refined": num_refined}
-    del given["backend"]
-    tensors = Tensors.of_call(query, key, key, codebook, given)
-    tensors.check(one_dtype=False)
-    return tensors, Spec.of_call(tensors, given)
+    given: dict[str, Any] = {**options}
+    inputs = {x: given.pop(x) for x in ("query_order", "key_order", "scale") if x in given}
+    tensors = Tensors.of(query, key, key, codebook, **inputs)
+    if codebook is not None:
+        given |= {"num_parents": codebook.num_parents, "num_children": codebook.num_children}
+    spec = Spec(**given, num_refined=num_refined)
+    tensors.check(spec, one_dtype=False)
+    return tensors, spec
 
 
 class _Quantized(NamedTuple):
@@ -296,7 +297,7 @@ def _parent_scores(tensors: Tensors, spec: Spec, importance_tile: int | None) ->
             tiles.movedim(2, 0).flatten(0, 1),
             parents.repeat(num_tiles, 1, 1, 1),
             counts.repeat(num_tiles, 1, 1),
-            spec.scale,
+            tensors.scale,
             importance_tile,
         )
         importances.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))

@@ -7,7 +7,7 @@ follow from the shapes.
 from collections.abc import Sequence
 from math import prod
 
-from avq_diffusers.attention.spec import Spec
+from avq_diffusers.config import Spec
 
 
 def forward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
@@ -33,7 +33,7 @@ def backward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Sp
 
 def _product(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
     """One product of queries or weights with the columns that a query sees."""
-    columns = spec.num_visible() + min(spec.exact_keys, num_keys) + num_sinks
+    columns = spec.num_visible + min(spec.exact_keys, num_keys) + num_sinks
     return 2 * prod(query) * columns
 
 

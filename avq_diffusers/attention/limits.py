@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 
 HAS_TRITON = find_spec("triton") is not None
 # Triton's matmul instruction by major compute capability. Others have "mma" (Ampere, Ada, consumer
@@ -125,7 +126,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "scale": Limit(
             0.0,
-            lambda call, spec: spec.scale,
+            lambda call, spec: call.scale,
             "scale must be positive, but is {found}",
             operator.lt,
         ),
@@ -136,7 +137,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "visible beside exact keys": Limit(
             1024,  # a tile sorts them
-            lambda call, spec: spec.num_visible() if spec.exact_keys else None,
+            lambda call, spec: spec.num_visible if spec.exact_keys else None,
             "tiles with exact keys may see {value} codewords, but see {found}",
             operator.ge,
         ),
@@ -163,10 +164,10 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "query tile": _most(128, "query_tile", lambda call, spec: spec.query_tile),
         "parents if tiles choose": _most(
-            256, "num_parents", lambda call, spec: spec.num_parents if spec.refines_some() else None
+            256, "num_parents", lambda call, spec: spec.num_parents if spec.refines_some else None
         ),
         "parents": _most(
-            512, "num_parents", lambda call, spec: None if spec.refines_some() else spec.num_parents
+            512, "num_parents", lambda call, spec: None if spec.refines_some else spec.num_parents
         ),
         "children": _most(32, "num_children", lambda call, spec: spec.num_children),
         "batch": _most(65535, "batch", lambda call, spec: call.query.shape[0]),
@@ -186,7 +187,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "tiles": Limit(
             (),
-            lambda call, spec: spec.num_refined if spec.refines_some() else None,
+            lambda call, spec: spec.num_refined if spec.refines_some else None,
             "num_refined must be 0 or all {spec.num_parents} parents, but is {spec.num_refined}",
         ),
     },

@@ -9,8 +9,9 @@ Shapes: H heads (of all batch elements in a chunk), S keys, D head dim, M0 paren
 import torch
 from torch import Tensor
 
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.assignment import leaf_sums, nearest_leaves, nearest_parents
+from avq_diffusers.config import Spec
 
 
 def codewords_and_leaves(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:

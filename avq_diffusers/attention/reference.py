@@ -10,28 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 
-def avq_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parents: Tensor | None = None,
-    children: Tensor | None = None,
-    *,
-    num_parents: int = 64,
-    num_children: int = 8,
-    num_refined: int,
-    codewords: str = "means",
-    num_updates: int = 0,
-    exact_keys: int = 0,
-    sink_key: Tensor | None = None,
-    sink_value: Tensor | None = None,
-    query_tile: int,
-    query_order: Tensor | None = None,
-    key_order: Tensor | None = None,
-    importance_tile: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
+
+def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = None) -> Tensor:
     """Softmax attention over keys replaced by codewords, refined where a query tile gains most.
 
     A query tile refines the parents with the largest importance; if means represent the keys, with
@@ -41,43 +24,37 @@ def avq_attention(
     gradients pass through the means, or straight through the quantization with stored codewords.
 
     Args:
-        query, key, value, num_parents, num_children, num_refined, codewords, num_updates,
-        exact_keys, sink_key, sink_value, query_tile, query_order, key_order, scale: as in
-            `api.avq_attention`.
-        parents: (H, M0, D), dtype of `query` or wider; None takes codewords from the keys.
-        children: (H, M0, C, D), dtype of `parents`.
+        tensors: the inputs; a codebook has the dtype of `query` or a wider one.
+        spec: the options; with a codebook, `num_updates` is 0 or moves its parents.
         importance_tile: parents per tile of the tiled importance, which no backend implements;
             None computes importance over all parents at once.
 
     Returns:
         (B, H, N, D) in the order of `query`.
     """
-    num_queries, head_dim = query.shape[-2:]
-    scale = head_dim**-0.5 if scale is None else scale
-    order = torch.arange(num_queries, device=query.device) if query_order is None else query_order
+    query, key, value, sink_key, sink_value, parents, children, order, key_order, scale = tensors
+    if order is None:
+        order = torch.arange(query.shape[2], device=query.device)
 
     fixed_key = key.detach()
     if parents is None:
-        if key_order is None and num_queries == key.shape[2]:
-            key_order = query_order
-        parents = spaced_keys(fixed_key, num_parents, key_order)
+        parents = spaced_keys(fixed_key, spec.num_parents, key_order)
     else:
         parents = parents.detach().expand(len(key), -1, -1, -1)
-    num_parents = parents.shape[2]
-    for _ in range(num_updates):
+    for _ in range(spec.num_updates):
         cell = nearest(fixed_key, parents)
         parents = torch.where(_counts(cell, parents) > 0, _means(fixed_key, cell, parents), parents)
     if children is None:
-        children = cell_keys(fixed_key, nearest(fixed_key, parents), parents, num_children)
+        children = cell_keys(fixed_key, nearest(fixed_key, parents), parents, spec.num_children)
     else:
         children = children.detach().expand(len(key), -1, -1, -1, -1)
-    num_children = children.shape[3]
+    num_parents, num_children = children.shape[2:4]
     cell, leaf = assign(fixed_key, parents, children)
     # Rows of leaves: what stays with each parent, then the children.
     leaf = torch.where(leaf > 0, num_parents + cell * num_children + leaf - 1, cell)
     leaves = torch.cat([parents, children.flatten(2, 3)], dim=2)
 
-    if codewords == "means":
+    if spec.means:
         coarse, fine = _means(key, cell, parents), _means(key, leaf, leaves)
         parents, leaves = coarse.detach(), fine.detach()
         straight_through = torch.zeros_like(key)
@@ -90,19 +67,19 @@ def avq_attention(
     cell_spread = spread(fixed_key, cell, parents)
 
     output = torch.empty_like(query)
-    for tile in order.split(query_tile):
+    for tile in order.split(spec.query_tile):
         tile_query = query[:, :, tile]
         score = importance(tile_query, parents, counts, scale, importance_tile)
-        if codewords == "means":
+        if spec.means:
             score = score * cell_spread
-        refined = select(score, num_refined)
+        refined = select(score, spec.num_refined)
         row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
         tile_key, tile_value = _take(representatives, row) + straight_through, value
-        if exact_keys > 0:
+        if spec.exact_keys > 0:
             row_counts = _counts(row, rows)[..., 0]
             row_spread = spread(fixed_key, row, rows)
             gain = exact_gain(tile_query, rows, row_spread, parents, counts, scale)
-            exact = select_exact(gain, row_counts, exact_keys)
+            exact = select_exact(gain, row_counts, spec.exact_keys)
             tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
         if sink_key is not None and sink_value is not None:
             tile_key = torch.cat([tile_key, sink_key], dim=2)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.attention.limits import HAS_TRITON, VERIFIED, faults, kind_of_call
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 
 # Where passed checks are remembered across processes; None remembers them in this one only.
 folder: Path | None = None
@@ -85,7 +86,7 @@ def passes(
     warnings.warn(
         f"AVQ's kernels gave a wrong result on this GPU and are off in this process. Please report "
         f"this line: {_environment(device)}; {of}, error {error:.3g}, {tuple(tensors.query.shape)} "
-        f"{tensors.query.dtype}, {spec}.",
+        f"{tensors.query.dtype}, {spec!r}.",
         stacklevel=2,
     )
     return False
@@ -115,7 +116,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def _kind(tensors: Tensors, spec: Spec, of: str) -> tuple[Any, ...]:
     """What the kernels of a call are compiled for."""
-    given = tuple(None if x is None else x.dtype for x in tensors)
+    given = tuple(x.dtype if isinstance(x, Tensor) else None for x in tensors)
     return *kind_of_call(tensors, spec), tensors.query.shape[1], given, of
 
 

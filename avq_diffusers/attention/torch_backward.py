@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.torch_forward import (
     Summary,
     cut_tiles,
@@ -54,6 +54,7 @@ from avq_diffusers.codebook.assignment import (
     chunk_length,
     nearest_leaves,
 )
+from avq_diffusers.config import Spec
 
 # Elements in the intermediates of one chunk, except on a CPU. A tile has many moments: with fewer
 # elements, each tile would be its own chunk of about sixty launches.
@@ -70,7 +71,7 @@ def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
     flops per query."""
     head_dim = tensors.query.shape[3]
     dense = 14 * tensors.key.shape[2] * head_dim
-    linear = 12 * spec.num_visible() * head_dim + 2 * spec.num_visible() * head_dim**2
+    linear = 12 * spec.num_visible * head_dim + 2 * spec.num_visible * head_dim**2
     is_cpu = tensors.query.device.type == "cpu"
     return dense < (DENSE_SPEED_CPU if is_cpu else DENSE_SPEED) * linear
 
@@ -144,12 +145,12 @@ def _query_gradients(
     of_sinks: "_KeySums | None",
 ) -> None:
     """Write the query gradients (B, H, N, D) and accumulate those of keys."""
-    scale = spec.scale
+    scale = tensors.scale
     grad_output = grad_output.flatten(0, 1)
     heads, num_queries, head_dim = grad_output.shape
     query_tile = min(spec.query_tile, num_queries)
-    num_columns = spec.num_visible() + summary.num_single
-    moment_elements = (spec.num_visible() + query_tile) * moments.sums.shape[-1]
+    num_columns = spec.num_visible + summary.num_single
+    moment_elements = (spec.num_visible + query_tile) * moments.sums.shape[-1]
     moment_elements += summary.num_single * 2 * head_dim
     tile_elements = moment_elements + 4 * num_columns * query_tile + 2 * num_columns * head_dim
     num_tiles = chunk_length(grad_output.device, heads * tile_elements, ELEMENTS)
@@ -169,13 +170,13 @@ def _query_gradients(
         found = _Tiles(tiles, grads, weights, products, delta)
         of_keys = moments.of_keys
         if moments.sums.shape[-1]:
-            part = found.part(slice(spec.num_visible()))
+            part = found.part(slice(spec.num_visible))
             counts = gather_rows(summary.table.counts, columns.visible).clamp(min=1)
             per_key = part._replace(weights=part.weights / counts[..., None, :])
             _add_rows(moments.sums, columns.visible, moments.of_tiles(per_key))
         if of_keys is not None and columns.key_rows is not None and of_keys.sums.shape[-1]:
-            stop = spec.num_visible() + columns.key_rows.shape[-1]
-            part = found.part(slice(spec.num_visible(), stop))
+            stop = spec.num_visible + columns.key_rows.shape[-1]
+            part = found.part(slice(spec.num_visible, stop))
             _add_rows(of_keys.sums, columns.key_rows, of_keys.of_tiles(part))
         if of_sinks is not None and of_sinks.sums.shape[-1]:
             part = found.part(slice(num_columns - of_sinks.sums.shape[1], num_columns))

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.own_codewords import codewords_and_leaves
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.assignment import across_heads, centre_of, chunk_length
+from avq_diffusers.config import Spec
 
 # Longest run of values summed serially.
 RUN = 256
@@ -246,20 +247,20 @@ def attend(tensors: Tensors, summary: Summary, output: Tensor, spec: Spec) -> No
         keys, values, log_counts = (x[None, :, :, 0].contiguous() for x in of_cells)
         if summary.sinks is not None:
             keys, values, log_counts = _with_sinks(summary.sinks, keys, values, log_counts)
-        whole = _attention(query[None], keys, values, log_counts, spec.scale)
+        whole = _attention(query[None], keys, values, log_counts, tensors.scale)
         output.copy_(whole[0].unflatten(0, output.shape[:2]))
         return
 
     heads, num_queries, head_dim = query.shape
     query_tile = min(spec.query_tile, num_queries)
-    tile_elements = 2 * head_dim * (spec.num_visible() + summary.num_single)
+    tile_elements = 2 * head_dim * (spec.num_visible + summary.num_single)
     row_elements = spec.num_parents + tile_elements // query_tile
     if summary.by_leaf is not None:
-        row_elements += spec.num_visible()
+        row_elements += spec.num_visible
     chunk = chunk_length(query.device, heads * row_elements)
     for order, tiles, columns in tiles_and_columns(tensors, summary, spec, chunk // query_tile):
         tile_output = _attention(
-            tiles.transpose(0, 1), columns.keys, columns.values, columns.log_counts, spec.scale
+            tiles.transpose(0, 1), columns.keys, columns.values, columns.log_counts, tensors.scale
         )
         write_tiles(output, tile_output.transpose(0, 1), order)
 
@@ -279,10 +280,12 @@ def tiles_and_columns(
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
         tiles = cut_tiles(query, order, query_tile, summary.table.codewords.dtype)
-        yield order, tiles, _columns(tiles, summary, spec, stop - start)
+        yield order, tiles, _columns(tiles, summary, spec, tensors.scale, stop - start)
 
 
-def _columns(tiles: Tensor, summary: Summary, spec: Spec, num_queries: int) -> Columns:
+def _columns(
+    tiles: Tensor, summary: Summary, spec: Spec, scale: float, num_queries: int
+) -> Columns:
     """Choose the refined parents and exact keys of each tile (H, T, I, D).
 
     Queries from `num_queries` on are padding.
@@ -292,7 +295,7 @@ def _columns(tiles: Tensor, summary: Summary, spec: Spec, num_queries: int) -> C
         table.log_counts[:, None, :, 0],
         tiles.flatten(1, 2),
         table.codewords[:, :, 0].transpose(1, 2),
-        alpha=spec.scale,
+        alpha=scale,
     )
     mass = log_mass.softmax(dim=-1)
     mass[:, num_queries:] = 0
@@ -312,7 +315,7 @@ def _columns(tiles: Tensor, summary: Summary, spec: Spec, num_queries: int) -> C
             -log_denominator.unflatten(1, tiles.shape[1:3]).transpose(0, 1).flatten(0, 1),
             tiles.transpose(0, 1).flatten(0, 1),
             keys.flatten(0, 1).mT,
-            alpha=spec.scale,
+            alpha=scale,
         ).unflatten(0, visible.shape[:2])
         log_shares += gather_rows(by_leaf.log_weights, visible)[:, :, None]
         # The sums themselves may underflow.

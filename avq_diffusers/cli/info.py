@@ -10,8 +10,8 @@ from platformdirs import user_cache_path
 
 from avq_diffusers.attention.limits import VERIFIED, obstacles
 from avq_diffusers.attention.self_check import is_verified
-from avq_diffusers.attention.spec import Spec, Tensors
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts.routing import device_name
 
 PACKAGES = ("avq-diffusers", "torch", "triton", "diffusers", "transformers", "accelerate")
@@ -69,10 +69,7 @@ def _driver() -> str:
 def _state(backend: str, device: torch.device) -> str:
     """Whether a backend runs the default sizes in half precision, or why not."""
     tokens = torch.empty(1, 1, 1024, 64, dtype=torch.float16, device=device)
-    tensors = Tensors(tokens, tokens, tokens, *(None,) * 6)
-    arguments = AVQConfig().attention_arguments
-    spec = Spec.of_call(tensors, arguments | {"scale": None})
-    reasons = obstacles(backend, tensors, spec)
+    reasons = obstacles(backend, Tensors.of(tokens, tokens, tokens), Spec())
     return f"cannot run: {'; '.join(reasons)}" if reasons else "runs"
 
 

@@ -60,7 +60,7 @@ class _Events:
         self.pipe, self.source = pipe, source
         states = states_of(apply_avq(pipe, source, route="always"))
         self.parents = refinable_parents(states)
-        self.default_refined = max(x.config.sizes.num_refined for x in states.values())
+        self.default_refined = max(x.config.num_refined for x in states.values())
         self.most_refined = max(self.parents.values())
         self.working: set[str | None] = set()
         side = training_size(pipe)

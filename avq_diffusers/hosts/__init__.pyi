@@ -3,6 +3,7 @@ from .layers import Layer, LayerSpec
 from .measurement import output_errors
 from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
 from .profile import Allocation
+from .state import AttentionFunction
 from .timesteps import (
     NUM_TRAIN_TIMESTEPS,
     Timesteps,
@@ -17,6 +18,7 @@ __all__ = [
     "PROJECTION_PARAMETERS",
     "Allocation",
     "AnyModel",
+    "AttentionFunction",
     "Layer",
     "LayerSpec",
     "Timesteps",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -20,9 +19,11 @@ from avq_diffusers.attention.diagnostics import (
     leaf_counts,
     quantization_error,
 )
+from avq_diffusers.attention.exact import exact_attention
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
-from avq_diffusers.config import AVQConfig, check_int
+from avq_diffusers.config import AVQConfig, Spec, check_int
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.examples import checked_examples, run_examples
 from avq_diffusers.hosts.host import installed
@@ -30,7 +31,6 @@ from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.models import main_model, name_of
 from avq_diffusers.hosts.refinement import EXACT
 from avq_diffusers.hosts.sources import states_of_config
-from avq_diffusers.hosts.state import with_sinks
 from avq_diffusers.hosts.verbs import avq_disabled
 
 
@@ -156,13 +156,12 @@ class _LayerSample:
         return self.flat_keys.float().transpose(0, 1)
 
     @torch.no_grad()
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-    ) -> tuple[Tensor, str]:
-        """Exact attention with the signature of `attention_and_backend`."""
+    def attend(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+        """Exact attention in place of AVQ."""
+        query, key = tensors.query, tensors.key
         if self.num_calls <= self.snapshot_call:  # or the last call, if img2img ends before it
             query_of_last, key_of_last = (x[-1:].detach().float() for x in (query, key))
-            self.snapshot = (query_of_last, key_of_last, options["query_order"])
+            self.snapshot = (query_of_last, key_of_last, tensors.query_order)
         self.num_calls += 1
         keys = key.transpose(1, 2).flatten(0, 1)
         if not keys.isfinite().all():
@@ -176,9 +175,7 @@ class _LayerSample:
             keys = torch.cat([self.flat_keys, keys])
         self.priorities, kept = priorities.topk(min(self.capacity, len(priorities)))
         self.flat_keys = keys[kept.to(keys.device)]
-        keys, values = with_sinks(key, value, **options)
-        exact = F.scaled_dot_product_attention(query, keys, values, scale=options["scale"])
-        return exact, EXACT
+        return exact_attention(tensors), EXACT
 
     def report(self, codebook: Codebook, config: AVQConfig) -> dict[str, float]:
         """Quantization error and active ratio on the sample, capture on the whole call."""

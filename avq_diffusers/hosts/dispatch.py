@@ -212,7 +212,8 @@ def _attend(
         grid.stop,
         scale,
         None if exact is None else exact.value,
-        **state.options(),
+        call.spec.numbers,
+        state.backend,
     )
 
 

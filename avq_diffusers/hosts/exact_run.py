@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from avq_diffusers.config import Sizes
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.timesteps import (
     NUM_TRAIN_TIMESTEPS,
@@ -23,7 +23,7 @@ from avq_diffusers.hosts.timesteps import (
 )
 
 # What layers run in a repeated call, by layer name; the rest run exact attention.
-Trial: TypeAlias = Mapping[str, Sizes | None]
+Trial: TypeAlias = Mapping[str, Spec | None]
 # Repeats the current call and returns the squared error of its output.
 Repeat: TypeAlias = Callable[[Trial], float]
 

@@ -331,7 +331,7 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
             state.weights.move_to(device, dtype)
             # In case the model is compiled before its first call.
             images = torch.empty(host.usual_batch, 1, 1, dtype=dtype, device=device)
-            workload = state.workload(images, state.config.sizes)
+            workload = state.workload(images, state.config.spec)
             state.route.learn(workload, device)
     others = Others(host, [*states])
     for caller, layers in by_caller.items():

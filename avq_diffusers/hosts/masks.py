@@ -12,9 +12,10 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.flops import forward_flops
-from avq_diffusers.attention.spec import Spec
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts.reading import read_once
 from avq_diffusers.hosts.state import orders
 
@@ -85,9 +86,7 @@ def joint_attention(
     "avq_diffusers::masked_attention",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor order, SymInt start, "
-    "SymInt stop, float? scale, str? exact_backend, *, SymInt num_parents, SymInt num_children, "
-    "SymInt num_refined, SymInt exact_keys, str codewords, SymInt num_updates, SymInt query_tile, "
-    "str backend) -> Tensor",
+    "SymInt stop, float? scale, str? exact_backend, SymInt[] numbers, str backend) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def masked_attention(
@@ -100,7 +99,8 @@ def masked_attention(
     stop: int,
     scale: float | None,
     exact_backend: str | None,
-    **options: Any,
+    numbers: Sequence[int],
+    backend: str,
 ) -> Tensor:
     """Masked attention for compiled code, which cannot read a mask itself, without gradients.
 
@@ -111,37 +111,37 @@ def masked_attention(
         start, stop: bounds of the grid's keys.
         scale: as in `avq_attention`.
         exact_backend: diffusers' backend for exact attention; None is the active one.
-        **options: `LayerState.options`.
+        numbers: those of the call's `Spec`.
+        backend: as in `avq_attention`.
 
     Returns:
         (B, Q, H, D).
     """
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
+    def attend_grid(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
         of_call = orders(order, query, key, text_first=start > 0)
-        return avq_attention(query, key, value, **others, **of_call, **options)
+        tensors = Tensors.of(query, key, value, **others, **of_call)
+        return attend(tensors, Spec.of_numbers(numbers), backend)[0]
 
     grid = slice(start, stop)
     # Compiled code reuses the memory of old masks for new ones.
     groups = read_groups(mask, query, key, grid, keep=False)
     if groups is not None:
-        return joint_attention(attend, query, key, value, grid, scale, groups)
-    backend = None if exact_backend is None else AttentionBackendName(exact_backend)
-    exact = dispatch_attention_fn(query, key, value, mask, scale=scale, backend=backend)
+        return joint_attention(attend_grid, query, key, value, grid, scale, groups)
+    exact_name = None if exact_backend is None else AttentionBackendName(exact_backend)
+    exact = dispatch_attention_fn(query, key, value, mask, scale=scale, backend=exact_name)
     return exact.contiguous()
 
 
 @masked_attention.register_fake
-def _(query: Tensor, *others: Any, **options: Any) -> Tensor:
+def _(query: Tensor, *others: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
 @register_flop_formula(masked_attention._opoverload.overloadpacket)
-def _(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> int:
+def _(query: Any, key: Any, value: Any, *others: Any, **settings: Any) -> int:
     (batch, queries, heads, dim), (start, stop) = query, others[2:4]
-    names = Spec._fields[:-2]
-    spec = Spec(**{name: options[name] for name in names}, means=True, scale=1.0)
-    shape = batch, heads, queries, dim
+    spec, shape = Spec.of_numbers(others[-2]), (batch, heads, queries, dim)
     return forward_flops(shape, stop - start, key[1] - (stop - start), spec)
 
 

@@ -4,23 +4,22 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.config import AVQConfig, Sizes
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.exact import exact_attention
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import AVQConfig, Spec
 from avq_diffusers.hosts.exact_run import ExactRun, Repeat, squared
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, LayerEffects
 from avq_diffusers.hosts.refinement import EXACT
 from avq_diffusers.hosts.routing import kept_milliseconds
-from avq_diffusers.hosts.state import LayerState, with_sinks
+from avq_diffusers.hosts.state import LayerState
 
 # From fast to exact. On real keys, more parents and refined parents pay off first, then exact keys.
 LADDER = (
@@ -85,9 +84,9 @@ class MeasuredLayer:
         return [*dict.fromkeys(sizes[len(sizes) * part // 3] for part in (1, 2))] if sizes else []
 
     @property
-    def coarse(self) -> Sizes | None:
+    def coarse(self) -> Spec | None:
         """The coarser anchor; None if all sizes meet all tokens."""
-        return _sizes(self.anchors[0]) if self.anchors else None
+        return self._spec(self.anchors[0]) if self.anchors else None
 
     @property
     def is_probed(self) -> bool:
@@ -96,26 +95,21 @@ class MeasuredLayer:
         first, every = self.turn or (1, 1)
         return (self.run.number + self.run.example) % every == first
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-    ) -> tuple[Tensor, str]:
-        """Exact attention in place of `attention_and_backend`, or what a repeated call tries.
+    def attend(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+        """Exact attention in place of AVQ, or what a repeated call tries.
 
         Raises:
             ValueError: the attention output has NaN or infinity.
         """
-        keys, values = with_sinks(key, value, **options)
-        exact_attention = partial(
-            F.scaled_dot_product_attention, query, keys, values, scale=options["scale"]
-        )
+        key = tensors.key
 
-        def avq(sizes: Sizes) -> Tensor:
-            return avq_attention(query, key, value, **options | asdict(sizes))
+        def avq(spec: Spec) -> Tensor:
+            return attend(tensors, spec)[0]
 
         if self.run.trial is not None:
-            sizes = self.run.trial.get(self.layer.name)
-            return (exact_attention() if sizes is None else avq(sizes)), EXACT
-        exact = exact_attention()
+            tried = self.run.trial.get(self.layer.name)
+            return (exact_attention(tensors) if tried is None else avq(tried)), EXACT
+        exact = exact_attention(tensors)
         if self.run.depth > 1:
             return exact, EXACT
         if not exact.isfinite().all():
@@ -125,14 +119,14 @@ class MeasuredLayer:
             )
         if not self.times:
             self.num_tokens = key.shape[2]
-            rungs = {x: partial(avq, _sizes(x)) for x in self._ladder(key)}
+            rungs = {x: partial(avq, self._spec(x)) for x in self._ladder(key)}
             if key.is_cuda:
                 self._compile(rungs.values(), key.device)
-            attentions = {**rungs, EXACT: exact_attention}
-            self.times = {x: self._time(x, key, attend) for x, attend in attentions.items()}
+            attentions = {**rungs, EXACT: partial(exact_attention, tensors)}
+            self.times = {x: self._time(x, key, call) for x, call in attentions.items()}
         if self.is_probed:
             norm = float(exact.float().square().sum())
-            errors = [squared([avq(_sizes(x))], [exact]) for x in self.sizes]
+            errors = [squared([avq(self._spec(x))], [exact]) for x in self.sizes]
             self.own = [error / norm for error in errors]
         return exact, EXACT
 
@@ -143,7 +137,7 @@ class MeasuredLayer:
             return  # not measured, or not served, in this call
         weight = self.run.weight
         for anchor in self.anchors:
-            effect = repeat({self.layer.name: _sizes(anchor)})
+            effect = repeat({self.layer.name: self._spec(anchor)})
             sums = torch.tensor([effect, output, *own], dtype=torch.float64) * weight
             place = self.run.start, anchor
             self.sums[place] = self.sums.get(place, 0) + sums
@@ -196,14 +190,17 @@ class MeasuredLayer:
     def _ladder(self, key: Tensor) -> list[str]:
         """The sizes with fewer columns than tokens, from few to many."""
         every, num_tokens = dict.fromkeys([*LADDER, str(self.config)]), key.shape[2]
-        sizes = sorted(map(_sizes, every), key=lambda x: x.columns)
-        return [str(x) for x in sizes if x.columns < num_tokens and x.least_keys <= num_tokens]
+        specs = sorted(map(self._spec, every), key=lambda x: x.columns)
+        return [str(x) for x in specs if x.columns < num_tokens and x.least_keys <= num_tokens]
+
+    def _spec(self, sizes: str) -> Spec:
+        return self.config.spec.resized(sizes)
 
     def _time(self, sizes: str, key: Tensor, attend: Callable[[], Tensor]) -> float:
         """Milliseconds on a GPU; elsewhere operations, from the number of columns per query."""
         batch, num_heads, num_tokens, head_dim = key.shape
         if not key.is_cuda:
-            columns = num_tokens if sizes == EXACT else _sizes(sizes).columns
+            columns = num_tokens if sizes == EXACT else self._spec(sizes).columns
             return 4e-9 * batch * num_heads * num_tokens * columns * head_dim
         self.unit = MILLISECONDS
         tile, updates = self.config.query_tile, self.config.num_updates
@@ -225,7 +222,3 @@ class MeasuredLayer:
             done = pool.map(run, calls)
             hidden = self.run.bar.disable
             list(tqdm(done, "kernels", total=len(calls), leave=False, disable=hidden))
-
-
-def _sizes(text: str) -> Sizes:
-    return AVQConfig.parse(text).sizes

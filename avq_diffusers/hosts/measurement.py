@@ -341,7 +341,7 @@ def _errors_of(
     def visit(call: Call) -> None:
         run = call.run
         for place, plan in enumerate(plans):
-            trial = {x: at_timestep(parts, run.start).sizes for x, parts in plan.items()}
+            trial = {x: at_timestep(parts, run.start).spec for x, parts in plan.items()}
             found = torch.tensor([call.repeat(trial), call.output], dtype=torch.float64)
             weight = run.weight * (at_timestep(weights, run.start) if weights else 1.0)
             sums[place, run.example] += weight * found

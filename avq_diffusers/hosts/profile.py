@@ -13,10 +13,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avq_diffusers.config import AVQConfig, Sizes, check_int, check_tolerance
+from avq_diffusers.config import SIZES, AVQConfig, Spec, check_int, check_tolerance, sizes_of
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.layers import LayerSpec, check_specs
-from avq_diffusers.hosts.refinement import EXACT, SizeSchedule
+from avq_diffusers.hosts.refinement import EXACT, SpecSchedule
 from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
 
@@ -32,15 +32,15 @@ class Choice(NamedTuple):
     """What a layer runs in a part of the denoising.
 
     Attributes:
-        sizes: AVQ's sizes; None is exact attention.
+        spec: AVQ's options; None is exact attention.
         effect: the output error if only this layer ran so, only in this part.
     """
 
-    sizes: Sizes | None
+    spec: Spec | None
     effect: float
 
     def __str__(self) -> str:
-        return EXACT if self.sizes is None else str(self.sizes)
+        return EXACT if self.spec is None else str(self.spec)
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,15 @@ class ErrorProfile:
         start = NUM_TRAIN_TIMESTEPS
         layers = tuple(one.in_one_part() for one in self.layers)
         allocation = replace(self, layers=layers, shares={start: 1.0}).within(tolerance)
-        chosen = {name: choices[start].sizes for name, choices in allocation.choices.items()}
-        exact = tuple(name for name, sizes in chosen.items() if sizes is None)
+        chosen = {name: choices[start].spec for name, choices in allocation.choices.items()}
+        exact = tuple(name for name, spec in chosen.items() if spec is None)
         if len(exact) == len(chosen):
             raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
-        overrides = {name: asdict(sizes) for name, sizes in chosen.items() if sizes is not None}
+        overrides = {
+            name: {size: getattr(spec, size) for size in SIZES}
+            for name, spec in chosen.items()
+            if spec is not None
+        }
         return replace(self.config, exact=(*self.config.exact, *exact), overrides=overrides)
 
     def taking(self, time: float) -> Allocation:
@@ -286,7 +290,10 @@ class ErrorProfile:
             math.fsum(x.time for x in chosen.values()),
             math.fsum(self.exact_times.values()),
             self.unit,
-            {one.layer.name: _runs(one.layer.name, chosen) for one in self.layers},
+            {
+                one.layer.name: _runs(one.layer.name, chosen, self.config.spec)
+                for one in self.layers
+            },
         )
 
     @property
@@ -431,13 +438,13 @@ class ErrorProfile:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def chosen_sizes(
+def chosen_specs(
     states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
-) -> dict[LayerState, SizeSchedule]:
-    """Each layer's sizes by timestep; raises what `apply_avq` raises."""
+) -> dict[LayerState, SpecSchedule]:
+    """Each layer's options by timestep; raises what `apply_avq` raises."""
     profile.check_layers([*states])
     return {
-        state: {start: x.sizes for start, x in allocation.choices[layer.name].items()}
+        state: {start: x.spec for start, x in allocation.choices[layer.name].items()}
         for layer, state in states.items()
     }
 
@@ -485,14 +492,14 @@ def _by_gain(step: tuple[float, tuple[str, int], _Option]) -> tuple[float, float
     return -gain, option.time
 
 
-def _runs(name: str, chosen: Mapping[tuple[str, int], _Option]) -> dict[int, Choice]:
+def _runs(name: str, chosen: Mapping[tuple[str, int], _Option], spec: Spec) -> dict[int, Choice]:
     """The choices of a layer; consecutive equal ones are merged."""
     own = [(start, option) for (layer, start), option in chosen.items() if layer == name]
     found = {}
     for sizes, run in groupby(own, key=lambda part: part[1].sizes):
         (start, first), *others = run
         effect = math.fsum(x.squared for x in (first, *(other for _, other in others))) ** 0.5
-        found[start] = Choice(None if sizes == EXACT else AVQConfig.parse(sizes).sizes, effect)
+        found[start] = Choice(None if sizes == EXACT else spec.resized(sizes), effect)
     return found
 
 
@@ -504,7 +511,7 @@ def _by_start(stored: Mapping[str, Any]) -> dict[int, Any]:
 def _read(stored: Mapping[str, Any]) -> LayerEffects:
     for sizes in stored["times"]:
         if sizes != EXACT:
-            AVQConfig.parse(sizes)
+            sizes_of(sizes)
     return LayerEffects(
         LayerSpec(**stored["layer"]),
         stored["num_tokens"],

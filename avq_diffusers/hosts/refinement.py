@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from avq_diffusers.config import Sizes, is_within
+from avq_diffusers.config import Spec, is_within
 from avq_diffusers.hosts.host import CHANGES, Hooks, Hosted, hooks_of
 from avq_diffusers.hosts.layers import ATTRIBUTE, LayerSpec
 from avq_diffusers.hosts.state import LayerState
@@ -18,18 +18,18 @@ from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 EXACT = "exact"
 # Training timestep from which an entry holds, downwards -> number of parents, or `EXACT`.
 Schedule = Mapping[int, int | str]
-# The same with complete sizes; None is exact attention.
-SizeSchedule = Mapping[int, Sizes | None]
+# The same with all options; None is exact attention.
+SpecSchedule = Mapping[int, Spec | None]
 
 
-def planned_sizes(
+def planned_specs(
     states: Mapping[LayerSpec, LayerState],
     num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
     *,
     level: int | None,
     layer: str | None,
-) -> dict[LayerState, SizeSchedule]:
-    """The sizes that `set_num_refined` sets, with its arguments and errors."""
+) -> dict[LayerState, SpecSchedule]:
+    """The options that `set_num_refined` sets, with its arguments and errors."""
     names = ", ".join(found.name for found in states)
     chosen = {
         found: state
@@ -47,7 +47,7 @@ def planned_sizes(
         if not any(is_within(found.name, name) for found in chosen):
             names = ", ".join(found.name for found in chosen)
             raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
-    schedules: dict[LayerState, SizeSchedule] = {}
+    schedules: dict[LayerState, SpecSchedule] = {}
     for found, state in chosen.items():
         most = state.config.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
@@ -58,23 +58,23 @@ def planned_sizes(
                         f"{count}."
                     )
             schedules[state] = {
-                start: None if count is None else replace(state.config.sizes, num_refined=count)
+                start: None if count is None else replace(state.config.spec, num_refined=count)
                 for start, count in schedule.items()
             }
     return schedules
 
 
-def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> None:
-    """Set the sizes of layers by timestep; others stay as they are.
+def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> None:
+    """Set the options of layers by timestep; others stay as they are.
 
     Raises:
-        ValueError: sizes follow the timestep, but the model's calls have none.
+        ValueError: options follow the timestep, but the model's calls have none.
     """
     check_schedules(hosted, schedules)
     with CHANGES:
         every = {**schedules_of(hosted), **schedules}
         for state, schedule in schedules.items():
-            state.set_sizes(schedule[NUM_TRAIN_TIMESTEPS])
+            state.set_spec(schedule[NUM_TRAIN_TIMESTEPS])
         if hosted.timesteps is None:
             return
         scheduled = {state: schedule for state, schedule in every.items() if len(schedule) > 1}
@@ -86,14 +86,14 @@ def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> N
             delattr(hosted.model, ATTRIBUTE)
 
 
-def check_schedules(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> None:
-    """Refuse sizes that follow the timestep in a model whose calls have none."""
+def check_schedules(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> None:
+    """Refuse options that follow the timestep in a model whose calls have none."""
     if hosted.timesteps is None and any(len(schedule) > 1 for schedule in schedules.values()):
         raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
 
 
-def schedules_of(hosted: Hosted) -> dict[LayerState, SizeSchedule]:
-    """The schedules of the layers whose sizes change during generation."""
+def schedules_of(hosted: Hosted) -> dict[LayerState, SpecSchedule]:
+    """The schedules of the layers whose options change during generation."""
     hooks = vars(hosted.model).get(ATTRIBUTE)
     scheduler = hooks.scheduler if isinstance(hooks, Hooks) else None
     return {} if scheduler is None else scheduler.schedules
@@ -105,9 +105,9 @@ def refinable_parents(states: Mapping[LayerSpec, LayerState]) -> dict[str, int]:
 
 
 class Scheduler:
-    """The hook that sets the sizes of scheduled layers at each call of the model."""
+    """The hook that sets the options of scheduled layers at each call of the model."""
 
-    def __init__(self, hosted: Hosted, schedules: dict[LayerState, SizeSchedule]) -> None:
+    def __init__(self, hosted: Hosted, schedules: dict[LayerState, SpecSchedule]) -> None:
         assert hosted.timesteps is not None
         self.entrance = hosted.entrance
         self.schedules = schedules
@@ -125,7 +125,7 @@ class Scheduler:
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
             for state, schedule in self.schedules.items():
-                state.sizes.set(at_timestep(schedule, timestep))
+                state.spec.set(at_timestep(schedule, timestep))
 
 
 def _schedule(num_refined: int | str | Schedule) -> dict[int, int | None]:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from avq_diffusers.config import Sizes, configuration_string
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.layers import Layer
 from avq_diffusers.hosts.profile import Allocation
-from avq_diffusers.hosts.refinement import EXACT, SizeSchedule, schedules_of
+from avq_diffusers.hosts.refinement import EXACT, SpecSchedule, schedules_of
 from avq_diffusers.hosts.state import AVQ_CALL, DISABLED, LayerState
 
 
@@ -100,11 +100,11 @@ def _row(
     hosted: Hosted,
     layer: Layer,
     state: LayerState | None,
-    schedules: Mapping[LayerState, SizeSchedule],
+    schedules: Mapping[LayerState, SpecSchedule],
 ) -> LayerReport:
     config, effect, num_tokens, calls = "", None, None, {}
     if state is not None:
-        config = _config([*schedules.get(state, {0: state.sizes.get()}).values()])
+        config = _config([*schedules.get(state, {0: state.spec.get()}).values()])
         if state.allocation is not None:
             effect = state.allocation.effect(hosted.prefix + layer.name)
         num_tokens = None if state.last_order is None else len(state.last_order)
@@ -122,12 +122,11 @@ def _row(
     )
 
 
-def _config(schedule: Sequence[Sizes | None]) -> str:
-    avq = [sizes for sizes in schedule if sizes is not None]
-    if len(avq) < len(schedule) or len({replace(sizes, num_refined=0) for sizes in avq}) > 1:
-        return ", ".join(EXACT if sizes is None else str(sizes) for sizes in schedule)
-    first, refined = avq[0], "-".join(str(sizes.num_refined) for sizes in avq)
-    return configuration_string(first.num_parents, refined, first.num_children, first.exact_keys)
+def _config(schedule: Sequence[Spec | None]) -> str:
+    avq = [spec for spec in schedule if spec is not None]
+    if len(avq) < len(schedule) or len({replace(spec, num_refined=0) for spec in avq}) > 1:
+        return ", ".join(EXACT if spec is None else str(spec) for spec in schedule)
+    return avq[0].notation("-".join(str(spec.num_refined) for spec in avq))
 
 
 def _runs(hosted: Hosted, layer: Layer, state: LayerState | None) -> str:

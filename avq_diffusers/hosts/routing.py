@@ -25,7 +25,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 from tqdm import tqdm
 
-from avq_diffusers.config import Sizes, check_int
+from avq_diffusers.config import Spec, check_int
 from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
@@ -63,26 +63,23 @@ class Workload:
     Attributes:
         batch_heads: batch times heads, rounded up by `next_power_of_two`.
         head_dim: D.
-        sizes: parents, refined parents, children and exact keys.
-        query_tile: queries per tile.
+        spec: options of the call.
         dtype: dtype of the activations.
-        num_updates: Lloyd updates of the parents.
     """
 
     batch_heads: int
     head_dim: int
-    sizes: Sizes
-    query_tile: int
+    spec: Spec
     dtype: torch.dtype
-    num_updates: int = 0
 
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        updates = f", {self.num_updates} updates" if self.num_updates else ""
+        spec = self.spec
+        updates = f", {spec.num_updates} updates" if spec.num_updates else ""
         return (
             f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {self.sizes}, tiles of {self.query_tile}{updates}"
+            f"D{self.head_dim}, {spec}, tiles of {spec.query_tile}{updates}"
         )
 
 

@@ -12,10 +12,11 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
-from avq_diffusers.attention.api import attention_and_backend
+from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
-from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Sizes
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
 from avq_diffusers.hosts.interception import backend_interception, score_interception
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec, Replaced
@@ -31,8 +32,8 @@ _DISABLING = threading.Lock()
 
 # Height and width, preceded by frames for videos; or why there is no single grid.
 Grid: TypeAlias = tuple[int, ...] | str
-# Takes the arguments of `avq_attention`; returns the output and the name of the backend.
-AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, str]]
+# Computes a call; returns the output and the name of the backend. `attend` is one.
+AttentionFunction: TypeAlias = Callable[[Tensors, Spec, str], tuple[Tensor, str]]
 
 
 class Tokens(NamedTuple):
@@ -58,7 +59,7 @@ class Call(NamedTuple):
 
     Attributes:
         query_order: the query order (N,) of the grid; None without a grid.
-        sizes: AVQ's sizes.
+        spec: AVQ's options.
         exact_because: why the layer runs exact attention whatever its tokens; None if it need not.
         backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
         num_beside: number of other tokens beside the grid, such as text, or `REST`.
@@ -66,7 +67,7 @@ class Call(NamedTuple):
     """
 
     query_order: Tensor | None
-    sizes: Sizes
+    spec: Spec
     exact_because: str | None
     backward: int
     num_beside: int = 0
@@ -78,18 +79,18 @@ class LayerState(Replaced):
 
     Args:
         layer: name, level and head shape.
-        config: sizes and tiles of this layer, overrides resolved.
+        config: the configuration of this layer, overrides resolved.
         weights: codebook, key norm and projection changes.
         backend, route: as in `apply_avq`.
 
     Attributes:
         previous: the layer's attention before AVQ, for calls that AVQ does not serve.
-        sizes: sizes for the next call; None runs exact attention.
-        allocation: the allocation that the sizes belong to; None if no tolerance chose them.
+        spec: options of the next call; None runs exact attention.
+        allocation: the allocation that the options belong to; None if no tolerance chose them.
         enabled: whether the next call runs AVQ; False inside `avq_disabled`.
         call: how the layer runs in the current call of the model; None outside.
         last_order: the query order of the last grid.
-        calls: number of calls since sizes were set, by "AVQ" or the reason for exact attention.
+        calls: number of calls since options were set, by "AVQ" or the reason for exact attention.
             Calls in compiled code are not counted.
         last_call: the kind of the last call.
         last_backend: the backend of the last AVQ call.
@@ -114,7 +115,7 @@ class LayerState(Replaced):
         self.backend = backend
         self.num_heads = layer.num_heads
         self.head_dim = layer.head_dim
-        self.sizes: PerThread[Sizes | None] = PerThread(config.sizes)
+        self.spec: PerThread[Spec | None] = PerThread(config.spec)
         self.allocation: Any = None
         self.enabled = True
         self.num_disabling = 0  # open blocks of `avq_disabled`
@@ -131,15 +132,15 @@ class LayerState(Replaced):
         # A copy never sees the end of an `avq_disabled` block that is open here.
         return {**self.__dict__, "enabled": True, "num_disabling": 0}
 
-    def set_sizes(self, sizes: Sizes | None) -> None:
-        """Set other sizes, or exact attention, in all threads."""
+    def set_spec(self, spec: Spec | None) -> None:
+        """Set other options, or exact attention, in all threads."""
         # A new object: threads hold values of the old one.
-        self.sizes = PerThread(sizes)
+        self.spec = PerThread(spec)
         self.calls, self.last_call = Counter(), None
         self.allocation = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, num_tokens: int) -> None:
-        """Record what chose the current sizes, and at how many tokens they were measured."""
+        """Record what chose the current options, and at how many tokens they were measured."""
         self.allocation = allocation
         self.route.chosen_at = num_tokens
 
@@ -154,22 +155,22 @@ class LayerState(Replaced):
             *frames, height, width = grid
             order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
             self.last_order = order
-        sizes = self.sizes.get()
-        if sizes is None:
+        spec = self.spec.get()
+        if spec is None:
             exact_because = SCHEDULED
         if not self.enabled:
             exact_because = DISABLED
-        chosen = sizes or self.config.sizes
+        chosen = spec or self.config.spec
         call = Call(order, chosen, exact_because, _backward(), num_beside, beside_first)
         self.call.set(call)
         self.weights.move_to(device, dtype)
-        if sizes is not None and not torch.compiler.is_compiling():
+        if spec is not None and not torch.compiler.is_compiling():
             workload = self.workload(hidden_states, chosen)
             self.route.learn(workload, device, self._trial(call, int(hidden_states.shape[0])))
 
     def enter_without_grid(self, exact_because: str) -> None:
         """Begin a call whose grid is unknown, or not yet known."""
-        self.call.set(Call(None, self.config.sizes, exact_because, _backward()))
+        self.call.set(Call(None, self.config.spec, exact_because, _backward()))
 
     def leave(self) -> None:
         """End the call."""
@@ -180,7 +181,7 @@ class LayerState(Replaced):
         """Run the layer as in an earlier call."""
         present = self.call.get()
         if call is None:
-            call = Call(None, self.config.sizes, OUTSIDE, NO_BACKWARD)
+            call = Call(None, self.config.spec, OUTSIDE, NO_BACKWARD)
         self.call.set(call._replace(backward=_backward()))
         try:
             yield
@@ -249,14 +250,14 @@ class LayerState(Replaced):
             return "the kernels are wrong on this GPU"
         if num_tokens < route.few_tokens:
             return "few tokens"
-        if call is not None and not self._has_keys_for(call.sizes, num_tokens):
+        if call is not None and not self._has_keys_for(call.spec, num_tokens):
             return f"over {MOST_CODEWORDS_PER_KEY} codewords for each token"
         if (
             call is not None
             and route.chosen_at is None
             and route.break_even
             and num_tokens
-            < route.least_tokens(self.workload(hidden_states, call.sizes), hidden_states.device)
+            < route.least_tokens(self.workload(hidden_states, call.spec), hidden_states.device)
         ):
             return "faster"
         return None
@@ -267,28 +268,26 @@ class LayerState(Replaced):
         if not is_usual or call.exact_because or call.query_order is None:
             return None
         num_tokens = call.query_order.shape[0]
-        if not self._has_keys_for(call.sizes, num_tokens):
+        if not self._has_keys_for(call.spec, num_tokens):
             return None
         # Kernels are the same for one token as for all that a layer's sequence may have.
         num_beside = 1 if call.num_beside == REST else call.num_beside
         shape = batch, num_tokens + num_beside, self.num_heads, self.head_dim
         return Trial(self.attend, shape, num_tokens)
 
-    def _has_keys_for(self, sizes: Sizes, num_tokens: int) -> bool:
+    def _has_keys_for(self, spec: Spec, num_tokens: int) -> bool:
         """Whether this many tokens are enough to take the codewords from."""
         is_own = self.function is None and self.weights.codebook is None
-        return not is_own or num_tokens >= sizes.least_keys
+        return not is_own or num_tokens >= spec.least_keys
 
-    def workload(self, hidden_states: Tensor, sizes: Sizes) -> Workload:
-        """The workload for this batch, dtype and sizes."""
+    def workload(self, hidden_states: Tensor, spec: Spec) -> Workload:
+        """The workload for this batch, dtype and options."""
         device = hidden_states.device.type
         return Workload(
             batch_heads=next_power_of_two(int(hidden_states.shape[0]) * self.num_heads),
             head_dim=self.head_dim,
-            sizes=sizes,
-            query_tile=self.config.query_tile,
+            spec=spec,
             dtype=_autocast_dtype(device) or hidden_states.dtype,
-            num_updates=self.config.num_updates,
         )
 
     def attend(
@@ -305,28 +304,6 @@ class LayerState(Replaced):
 
         `query` has the grid's N tokens, or N + T with a text's; the output is a view of (B, N, H,
         D) or (B, N + T, H, D) memory.
-        """
-        options, call = self.options(), self.call.get()
-        assert call is not None
-        assert call.query_order is not None
-        attend = attention_and_backend if self.function is None else self.function
-        output, backend = attend(
-            query,
-            key,
-            value,
-            self.weights.codebook,
-            sink_key=sink_key,
-            sink_value=sink_value,
-            scale=scale,
-            **orders(call.query_order, query, key, text_first=call.beside_first),
-            **options,
-        )
-        if not torch.compiler.is_compiling():
-            self.last_backend = backend
-        return output
-
-    def options(self) -> dict[str, Any]:
-        """The arguments of `avq_attention` in the current call that are not tensors.
 
         Raises:
             NotImplementedError: ONNX exports the model.
@@ -335,18 +312,24 @@ class LayerState(Replaced):
             raise NotImplementedError(
                 "ONNX has no operators for AVQ; call remove_avq(pipe) to export exact attention."
             )
-        config, call = self.config, self.call.get()
+        call = self.call.get()
         assert call is not None
-        return {
-            "num_parents": call.sizes.num_parents,
-            "num_children": call.sizes.num_children,
-            "num_refined": call.sizes.num_refined,
-            "exact_keys": call.sizes.exact_keys,
-            "codewords": config.codewords,
-            "num_updates": config.num_updates,
-            "query_tile": config.query_tile,
-            "backend": self.backend,
-        }
+        assert call.query_order is not None
+        tensors = Tensors.of(
+            query,
+            key,
+            value,
+            self.weights.codebook,
+            sink_key=sink_key,
+            sink_value=sink_value,
+            scale=scale,
+            **orders(call.query_order, query, key, text_first=call.beside_first),
+        )
+        function = attend if self.function is None else self.function
+        output, backend = function(tensors, call.spec, self.backend)
+        if not torch.compiler.is_compiling():
+            self.last_backend = backend
+        return output
 
     def refuse_replica(self, module: nn.Module) -> None:
         """Refuse an `nn.DataParallel` replica of the module that begins the layer's calls.
@@ -387,15 +370,6 @@ def orders(order: Tensor, query: Tensor, key: Tensor, *, text_first: bool) -> di
         queries = joint_order(order, num_text, text_first=text_first)
     # Parts of a model may be on a different device than its input.
     return {"query_order": queries.to(query.device), "key_order": order.to(query.device)}
-
-
-def with_sinks(
-    key: Tensor, value: Tensor, *, sink_key: Tensor | None, sink_value: Tensor | None, **_: Any
-) -> tuple[Tensor, Tensor]:
-    """All keys and values for exact attention, from the arguments of `avq_attention`."""
-    if sink_key is None or sink_value is None:
-        return key, value
-    return torch.cat([key, sink_key], dim=2), torch.cat([value, sink_value], dim=2)
 
 
 def as_attended(tokens: Tensor) -> Tensor:

@@ -38,10 +38,10 @@ from avq_diffusers.hosts.models import AnyModel, all_models_of, models_of, name_
 from avq_diffusers.hosts.profile import (
     ErrorProfile,
     checked_tolerance,
-    chosen_sizes,
+    chosen_specs,
     note_allocation,
 )
-from avq_diffusers.hosts.refinement import Schedule, check_schedules, planned_sizes, set_sizes
+from avq_diffusers.hosts.refinement import Schedule, check_schedules, planned_specs, set_specs
 from avq_diffusers.hosts.report import Summary, report
 from avq_diffusers.hosts.routing import check_route
 from avq_diffusers.hosts.sources import (
@@ -173,16 +173,16 @@ def apply_avq(
     }
     named = _by_full_name(of_models)
     allocation = None if profile is None else profile.within(checked_tolerance(tolerance))
-    sizes = {}
+    specs = {}
     if profile is not None and allocation is not None:
-        sizes = chosen_sizes(named, profile, allocation)
+        specs = chosen_specs(named, profile, allocation)
     for hosted, states in of_models.items():
-        own = {state: sizes[state] for state in states.values() if state in sizes}
+        own = {state: specs[state] for state in states.values() if state in specs}
         check_schedules(hosted, own)
     with all_or_nothing(models):
         install(of_models)
         for hosted, states in of_models.items():
-            set_sizes(hosted, {state: sizes[state] for state in states.values() if state in sizes})
+            set_specs(hosted, {state: specs[state] for state in states.values() if state in specs})
         if profile is not None and allocation is not None:
             note_allocation(named, profile, allocation)
     return pipe
@@ -356,10 +356,10 @@ def set_num_refined(
     """
     with CHANGES:  # no other thread removes the layers' AVQ in between
         states = states_of(pipe)
-        plan = planned_sizes(states, num_refined, level=level, layer=layer)
+        plan = planned_specs(states, num_refined, level=level, layer=layer)
         for hosted in models_of(pipe):
             own = set(hosted.states.values())
-            set_sizes(hosted, {state: sizes for state, sizes in plan.items() if state in own})
+            set_specs(hosted, {state: spec for state, spec in plan.items() if state in own})
     return pipe
 
 

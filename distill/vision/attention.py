@@ -7,15 +7,16 @@ S sampled keys, D head dim.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
-from distill.attention import CHILD, exact_attention, train_attention
+from distill.attention import CHILD, attend_exactly, train_attention
 from distill.stored import StoredAttention
 from distill.vision.baselines import BASELINES, Grid
 from distill.vision.config import AttentionName, LearningConfig
@@ -23,21 +24,9 @@ from distill.vision.config import AttentionName, LearningConfig
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
-class Call(NamedTuple):
-    """What a layer passes to its attention: tensors (B, H, N, D), and options for `avq_attention`.
-
-    The options include `sink_key` and `sink_value` (B, H, T, D) or None, `query_order` and `scale`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    options: dict[str, Any]
-
-
 @torch.no_grad()
-def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Call], Grid]:
-    """The calls of all layers under exact attention, by layer name, and their tokens.
+def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Tensors], Grid]:
+    """The inputs of all layers under exact attention, by layer name, and their tokens.
 
     Args:
         model: a vision model; its own attention stays.
@@ -48,13 +37,11 @@ def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Cal
         ValueError: a layer does not attend to the patches.
     """
     layers = select_layers(model)
-    calls: dict[str, Call] = {}
+    calls: dict[str, Tensors] = {}
 
-    def record(
-        name: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-    ) -> tuple[Tensor, str]:
-        calls[name] = Call(query, key, value, options)
-        return exact_attention(query, key, value, **options)
+    def record(name: str, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+        calls[name] = tensors
+        return attend_exactly(tensors, spec, backend)
 
     functions = {layer.name: partial(record, layer.name) for layer in layers}
     grids: list[torch.Size] = []
@@ -65,7 +52,7 @@ def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Cal
         model(pixel_values=pixel_values)
     if idle := functions.keys() - calls.keys():
         raise ValueError(f"{min(idle)} of {type(model).__name__} does not attend to the patches.")
-    sinks = calls[layers[0].name].options["sink_key"]
+    sinks = calls[layers[0].name].sink_key
     return calls, Grid(0 if sinks is None else sinks.shape[2], *grids[0])
 
 

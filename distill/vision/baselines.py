@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from distill.attention import with_sinks
 
 WINDOW, SHIFT = 7, 3
@@ -47,26 +49,16 @@ class TokenAttention(nn.Module, ABC):
         super().__init__()
         self.grid = grid
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        codebook: None = None,
-        *,
-        sink_key: Tensor | None = None,
-        sink_value: Tensor | None = None,
-        scale: float,
-        **options: Any,
-    ) -> tuple[Tensor, str]:
+    def forward(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
         """Attend with queries (B, H, n, D) of the patches."""
-        key, value = with_sinks(key, sink_key), with_sinks(value, sink_value)
+        key = with_sinks(tensors.key, tensors.sink_key)
+        value = with_sinks(tensors.value, tensors.sink_value)
         if key.shape[2] != self.grid.prefix + self.grid.num_patches:
             raise ValueError(
                 f"the model was prepared for {self.grid.prefix} + {self.grid.height} x "
                 f"{self.grid.width} tokens, but got {key.shape[2]}."
             )
-        return self.attend(query, key, value, scale), type(self).__name__
+        return self.attend(tensors.query, key, value, tensors.scale), type(self).__name__
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -113,7 +113,7 @@ def _resolved(name: str, config: VisionConfig, output: Path) -> str:
     if torch.cuda.is_available():
         num_parents = flat_of_time(ms(sizes + slash + form), lambda m: ms(f"M{m}{slash}{form}"))
     else:
-        num_parents = parse_attention(sizes).avq.effective_codewords
+        num_parents = parse_attention(sizes).avq.num_visible
     return f"M{num_parents}{slash}{form}"
 
 
@@ -130,7 +130,7 @@ def kernel_ms(run: Run) -> float:
     layers = select_layers(model)
     layer = layers[len(layers) // 2]
     call = observe(model, pixel_values)[0][layer.name]
-    sink_key, sink_value = (call.options[name] for name in ("sink_key", "sink_value"))
+    sink_key, sink_value = call.sink_key, call.sink_value
     # Time does not depend on CLS queries' values. In the memory layout of projections.
     tensors = [
         with_sinks(tokens, sinks).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
@@ -140,7 +140,7 @@ def kernel_ms(run: Run) -> float:
 
     def measure(attn: nn.Module, inputs: Any) -> None:
         attend = ALL_ATTENTION_FUNCTIONS[attn.config._attn_implementation]
-        options = {"dropout": 0.0, "scaling": call.options["scale"], "is_causal": False}
+        options = {"dropout": 0.0, "scaling": call.scale, "is_causal": False}
         times.append(_ms(lambda: attend(attn, *tensors, None, **options)))
 
     # During a forward pass, where the layer knows the grid of its tokens.

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from avq_diffusers import avq_attention
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.tensors import Tensors
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
 from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
@@ -132,25 +133,29 @@ class Bench:
         method = parse_method(name, (0,))
         config, own = method.config, method.own
         sets = inputs.skewed if is_skewed else inputs.even
-        attend = partial(
-            avq_attention,
-            codebook=None if own else inputs.codebook(config),
-            query_order=inputs.order if in_order else None,
-            **config.attention_arguments,
-        )
+        codebook = None if own else inputs.codebook(config)
+        order = inputs.order if in_order else None
 
-        def arguments(index: int) -> dict[str, Tensor]:
-            tensors = dict(zip(("query", "key", "value"), sets[index], strict=True))
-            if num_sinks:
-                tensors["sink_key"], tensors["sink_value"] = inputs.sinks(num_sinks)[index]
-            return tensors
+        def attended(index: int, dtype: torch.dtype, backend: str) -> Tensor:
+            sinks = inputs.sinks(num_sinks)[index] if num_sinks else (None, None)
+            tokens = (None if x is None else x.to(dtype) for x in (*sets[index], *sinks))
+            query, key, value, sink_key, sink_value = tokens
+            tensors = Tensors.of(
+                query,
+                key,
+                value,
+                codebook,
+                sink_key=sink_key,
+                sink_value=sink_value,
+                query_order=order,
+            )
+            return attend(tensors, config.spec, backend)[0]
 
         def expected() -> Tensor:
-            exact = {name: tensor.float() for name, tensor in arguments(0).items()}
-            return attend(**exact, backend=self.oracle)
+            return attended(0, torch.float32, self.oracle)
 
         def run(index: int) -> Tensor:
-            return attend(**arguments(index), backend=self.backend)
+            return attended(index, self.dtype, self.backend)
 
         suffix = (f", {num_sinks} sinks" if num_sinks else "") + ", skewed keys" * is_skewed
         stored = method_name(replace(config, codewords="stored", num_updates=0))
@@ -160,7 +165,7 @@ class Bench:
             expected,
             {
                 "config": config_label(config, own=own),
-                "effective_codewords": config.effective_codewords,
+                "effective_codewords": config.num_visible,
                 "sinks": num_sinks,
                 "keys": "skewed" if is_skewed else "uniform",
             },
@@ -177,7 +182,7 @@ class Bench:
         codebook = inputs.codebook(config)
         codewords = codebook.parents.to(self.dtype)
         bias = -0.5 * codewords.float().square().sum(-1)[:, None]
-        facts: Row = {"effective_codewords": config.effective_codewords}
+        facts: Row = {"effective_codewords": config.num_visible}
         precompute, attend = unfused_precompute, partial(flat_sdpa, codebook)
         if self.cuda:
             precompute = torch.compile(unfused_precompute, dynamic=False)

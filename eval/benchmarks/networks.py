@@ -29,8 +29,11 @@ from avq_diffusers import (
     remove_avq,
     select_layers,
 )
+from avq_diffusers.attention.exact import exact_attention
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
+from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.hosts import attention_replaced
 from eval.benchmarks.contenders import FORCED
@@ -221,14 +224,11 @@ class UNetBench(NetworkBench):
         """Keys (H, S, D) in fp32 of each layer at the model's levels, from an exact step."""
         samples: dict[str, Tensor] = {}
 
-        def keep(
-            name: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-        ) -> tuple[Tensor, str]:
-            rows = key.transpose(1, 2).flatten(0, 1)
+        def keep(name: str, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+            rows = tensors.key.transpose(1, 2).flatten(0, 1)
             chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
             samples[name] = rows[chosen[:CALIBRATION_KEYS]].float().transpose(0, 1).contiguous()
-            scale = options["scale"]
-            return F.scaled_dot_product_attention(query, key, value, scale=scale), "kept"
+            return exact_attention(tensors), "kept"
 
         layers = select_layers(self.network, self.model.levels)
         keepers = {layer.name: partial(keep, layer.name) for layer in layers}

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.codebook.codebook import Codebook
 
@@ -62,16 +62,10 @@ def flat_kernel(
 
     scale = codebook.head_dim**-0.5
     stored = tables.pack(codebook.parents, codebook.children, scale=scale, dtype=dtype)
-    spec = Spec(
-        **asdict(config.sizes),
-        num_updates=0,
-        query_tile=config.query_tile,
-        means=False,
-        scale=scale,
-    )
+    spec = replace(config.spec, codewords="stored", num_updates=0)
 
     def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-        tensors = readable(Tensors(query, query, query, *(None,) * 6))
+        tensors = readable(Tensors.of(query, query, query, scale=scale))
         problem = Problem.of(tensors, stored, None, spec)
         first = precompute_launches(problem)
         second = attention_launch(problem, first.pointers)

@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from avq_diffusers.attention.limits import LIMITS, matrix_instructions
-from avq_diffusers.attention.spec import Spec
 from avq_diffusers.attention.triton import call, gradients, updates
 from avq_diffusers.attention.triton.launch import Launch, Pointer, each
 from avq_diffusers.attention.triton.problem import Layout, Problem
@@ -149,16 +148,7 @@ def launches(case: Case) -> list[Launch]:
         )
         for number in (TOKENS, case.sinks)
     )
-    spec = Spec(
-        config.num_parents,
-        config.num_children,
-        config.num_refined,
-        config.exact_keys,
-        config.num_updates,
-        config.query_tile,
-        config.codewords == "means",
-        scale=0.1,
-    )
+    spec = config.spec
     problem = Problem(
         device=device,
         capability=divmod(case.capability, 10),
@@ -172,6 +162,7 @@ def launches(case: Case) -> list[Launch]:
         is_stored=not method.own,
         has_parents=spec.num_updates > 0,
         spec=spec,
+        scale=0.1,
     )
     found = list(call._plan(problem).launches)
     gpu = device, problem.capability

@@ -21,7 +21,7 @@ overlap          share of refined parents that exact importance also refines
 Codeword metrics are per head; a layer's are means over its heads.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers import select_layers
-from avq_diffusers.attention.api import attention_and_backend
+from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.diagnostics import (
     DiagnosticOptions,
     active_ratio,
@@ -47,8 +47,10 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
     refined_parents,
 )
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.hosts import Layer
+from avq_diffusers.config import Spec
+from avq_diffusers.hosts import AttentionFunction, Layer
 from avq_diffusers.mini import Scene, render
 from eval.methods import Method, attention_method
 from eval.names import codewords_form, row_label
@@ -201,7 +203,7 @@ class _Totals:
             total = self.layers.setdefault(layer.name, _LayerTotals(layer, self.method))
             if self.method.layer_configs:
                 state = layer.avq_state
-                state.function = partial(total.attend, state.function or attention_and_backend)
+                state.function = partial(total.attend, state.function or attend)
         output, found = _run(pipe, inputs, layers)
         self.outputs[int(inputs[1][0])] = _squares(output, expected)
         for name, total in self.layers.items():
@@ -241,20 +243,20 @@ class _LayerTotals:
         self.counts: list[Tensor] = []  # keys per leaf, by image
 
     def attend(
-        self,
-        attend: Callable[..., tuple[Tensor, str]],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        codebook: Codebook | None,
-        **options: Any,
+        self, function: AttentionFunction, tensors: Tensors, spec: Spec, backend: str
     ) -> tuple[Tensor, str]:
         """Attend with the method, and record the metrics of its codewords."""
-        known = {name: options[name] for name in DiagnosticOptions.__annotations__}
-        num_parents, num_refined = options["num_parents"], options["num_refined"]
+        query, key, num_refined = tensors.query, tensors.key, spec.num_refined
+        codebook = None
+        if tensors.parents is not None:
+            codebook = Codebook(tensors.parents, tensors.children)
+        known = {
+            name: getattr(tensors if hasattr(tensors, name) else spec, name)
+            for name in DiagnosticOptions.__annotations__
+        }
         self.sizes = {
-            "num_parents": num_parents,
-            "num_codewords": num_parents * (1 + options["num_children"]),
+            "num_parents": spec.num_parents,
+            "num_codewords": spec.num_parents * (1 + spec.num_children),
             "num_refined": num_refined,
         }
         self.counts += [leaf_counts(image, codebook, **known) for image in key.split(1)]
@@ -274,7 +276,7 @@ class _LayerTotals:
                 "overlap": 1 - missed,
             }
         )
-        return attend(query, key, value, codebook, **options)
+        return function(tensors, spec, backend)
 
     def figures(self) -> dict[str, Any]:
         figures = {"level": self.level, "feature_relative_mse": _relative_mse(self.features)}

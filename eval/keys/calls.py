@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 
 
@@ -85,15 +87,13 @@ def answered(
         TypeError: `model` has no such layer.
     """
 
-    def attend(
-        layer: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-    ) -> tuple[Tensor, str]:
-        known = {name: options[name] for name in Call._fields if name in options}
-        call = Call(layer, query, key, value, **known)
+    def attend(layer: str, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+        known = {name: x for name, x in tensors._asdict().items() if name in Call._fields}
+        call = Call(layer, **known)
         call = call if frames == 1 else joined(call, frames)
         output = answer(call) if call.num_tokens >= min_tokens else call.exact()
         output = output.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1)
-        return output.to(query.dtype), "eval"
+        return output.to(tensors.query.dtype), "eval"
 
     layers = select_layers(model)
     config = AVQConfig(levels=tuple(sorted({layer.level for layer in layers})))

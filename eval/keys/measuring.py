@@ -24,7 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks, select_layers
-from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.tensors import Tensors
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import Call, answered
 from eval.keys.peers import arranged, attention_in_order, check_peer
@@ -241,7 +242,7 @@ def scheme_of(method: MethodName) -> str:
 def columns_of(method: MethodName, num_tokens: int) -> int | None:
     """Most codewords and keys that a query attends to; None for Sol-Attn, where queries choose."""
     if method.config is not None:
-        return min(method.config.effective_codewords + method.config.exact_keys, num_tokens)
+        return min(method.config.columns, num_tokens)
     if method.source == POOLED:
         return pooled_columns(num_tokens, method.exact_keys // BLOCK)
     if method.source in (PISA, PISA_ZEROTH):
@@ -270,8 +271,8 @@ def _attention(
     """A method's attention. A timed peer leaves its tokens in the order of blocks."""
     if method.config is not None:
         codebook = None if codebooks is None else codebooks.codebook(call.layer)
-        arguments = call.arguments | method.config.attention_arguments
-        return partial(avq_attention, codebook=codebook, **arguments)
+        inputs = Tensors.of(codebook=codebook, **call.arguments)
+        return lambda: attend(inputs, method.config.spec)[0]
     keys, values = call.columns
     if method.source == EXACT:
         tensors = call.query, keys, values

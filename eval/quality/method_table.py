@@ -204,7 +204,7 @@ def _timed(name: str) -> tuple[Variant, Row]:
     if config is None:
         others = {TOME: (TOME, method.levels), LINFUSION: (LINFUSION_CONFIG, LINFUSION_LEVELS)}
         return others.get(method.kind, (method.kind, ())), facts
-    facts |= {"levels": [*config.levels], "effective_codewords": config.effective_codewords}
+    facts |= {"levels": [*config.levels], "effective_codewords": config.num_visible}
     if method.route != "always":
         return (name, config.levels), facts
     labels = [config_label(config, own=method.own), *exact_labels(config)]

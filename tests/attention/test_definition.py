@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_case, relative_error
+from cases import make_case, relative_error, unchecked_call
 from torch import Tensor
 
 from avq_diffusers.attention import reference
@@ -171,8 +171,8 @@ def test_parents_of_largest_importance_times_spread_are_refined(backend, codewor
     moved = Codebook(codebook.parents + offset, codebook.children + offset)
     outputs = [attend(backend, query, key + offset, value, moved, **options)]
     if backend == "reference":  # the tiled importance of one parent per tile, too
-        tensors = query, key, value.double(), codebook.parents, codebook.children
-        outputs.append(reference.avq_attention(*tensors, importance_tile=1, **options))
+        call = unchecked_call(query, key, value.double(), codebook, **options)
+        outputs.append(reference.avq_attention(*call, importance_tile=1))
     for output in outputs:
         for i, chosen in enumerate(refined):
             seen = torch.where(cell == chosen, fine, coarse)

@@ -4,6 +4,7 @@ Uninitialized memory holds NaN in every test here.
 """
 
 from contextlib import suppress
+from dataclasses import fields
 from random import Random
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from problems import Problem, draw_problem, solve
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import Spec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
@@ -220,7 +222,7 @@ CODEBOOKS = st.builds(
 )
 CHANGES = {
     **dict.fromkeys((*TOKENS, "query_order", "key_order"), st.one_of(TENSORS, THINGS)),
-    **dict.fromkeys((*Spec._fields[:-2], "scale"), THINGS),
+    **dict.fromkeys((*(x.name for x in fields(Spec)), "scale"), THINGS),
     "codebook": st.one_of(CODEBOOKS, THINGS),
     "backend": st.sampled_from(["auto", "torch", "dense", "triton", "flash", ""]),
     "codewords": st.one_of(st.sampled_from(["means", "stored"]), THINGS),

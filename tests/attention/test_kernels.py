@@ -25,13 +25,14 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from avq_diffusers.attention import api as ops
-from avq_diffusers.attention import limits, reference
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention import limits, packing, reference
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning, updates
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.attention.triton.tuning import AttentionTiling
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import Spec
 
 GPU, LONG = pytest.mark.gpu, pytest.mark.long
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -279,8 +280,8 @@ def test_gradients_in_float32_keep_their_digits():
     tokens = [x.to(DEVICE, FP32) for x in make_case(batch=1, queries=40, head_dim=16)[:3]]
     grad = torch.linspace(-1, 1, tokens[0].numel()).to(tokens[0]).sin().view(tokens[0].shape)
     sizes = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
-    spec = Spec(**sizes, exact_keys=5, num_updates=0, means=True, scale=0.25)
-    found = gradients.kernel_gradients(grad, Tensors(*tokens, *[None] * 6), None, None, spec)
+    spec, tensors = Spec(**sizes, exact_keys=5), Tensors.of(*tokens, scale=0.25)
+    found = gradients.kernel_gradients(grad, tensors, None, None, spec)
     wide = [x.double().requires_grad_() for x in tokens]
     output = ops.avq_attention(*wide, exact_keys=5, backend="reference", **sizes)
     for gradient, target in zip(found, torch.autograd.grad(output, wide, grad), strict=True):
@@ -345,21 +346,21 @@ def test_other_children_in_the_same_memory_are_packed_again():
     parents = torch.zeros(1, 2, 8)
     memory = np.ones((1, 2, 3, 8), np.float32)
     children = torch.from_numpy(memory)
-    first = ops._packed_codewords(parents, children, 1.0, FP32)
-    assert ops._packed_codewords(parents, children, 1.0, FP32) is first
+    first = packing.packed_codewords(parents, children, 1.0, FP32)
+    assert packing.packed_codewords(parents, children, 1.0, FP32) is first
     del children
     memory += 1
-    others = ops._packed_codewords(parents, torch.from_numpy(memory), 1.0, FP32)
+    others = packing.packed_codewords(parents, torch.from_numpy(memory), 1.0, FP32)
     assert not torch.equal(others.codes, first.codes)
 
 
 def test_packed_codewords_die_with_their_codebook():
     query, key, value, codebook = on_device(batch=1, heads=1, queries=16)
-    held = len(ops._packed)
+    held = len(packing._packed)
     stored_attention(query, key, value, codebook, num_refined=2, backend="triton")
-    assert len(ops._packed) == held + 1
+    assert len(packing._packed) == held + 1
     del codebook
-    assert len(ops._packed) == held
+    assert len(packing._packed) == held
 
 
 @pytest.mark.parametrize(
@@ -413,7 +414,7 @@ def test_it_is_a_well_behaved_operation(form):
     options = {"codewords": "stored" if form == "stored" else "means", "query_order": order}
     codebook = None if form == "own" else codebook
     tensors, spec = call_of(query, key, value, codebook, scale=0.3, **options)
-    arguments = (*tensors, spec.numbers(), spec.scale)
+    arguments = (*tensors, spec.numbers)
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 

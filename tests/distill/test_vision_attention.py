@@ -12,6 +12,8 @@ from tiny_vision import FAMILIES, WIDE
 from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTConfig, ViTModel
 
 from avq_diffusers import select_layers
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
 from distill.config_file import load_config
 from distill.stored import StoredAttention, start_codebooks
 from distill.vision.attention import keys_of_images, observe, remove_attention, set_attention
@@ -31,11 +33,12 @@ def tensors(grid=GRID, *, head_dim=16, scale=1.0):
     return query[:, :, grid.prefix :], key, value
 
 
-def run(attention, query, key, value, **options):
+def run(attention, query, key, value, spec=None, **orders):
     prefix = key.shape[2] - query.shape[2]
     sinks = {"sink_key": key[:, :, :prefix], "sink_value": value[:, :, :prefix]} if prefix else {}
     patches = key[:, :, prefix:], value[:, :, prefix:]
-    return attention(query, *patches, None, **sinks, scale=0.25, **options)[0]
+    call = Tensors.of(query, *patches, **sinks, scale=0.25, **orders)
+    return attention(call, spec or Spec(), "auto")[0]
 
 
 def exact(query, key, value, mask=None):
@@ -112,7 +115,7 @@ def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
     assert grid == Grid(prefix, 8, 8)
     assert [*calls] == [layer.name for layer in layers]
     for call in calls.values():
-        assert call.key.shape[2] == len(call.options["query_order"]) == 64
+        assert call.key.shape[2] == len(call.query_order) == 64
     assert all(a.attn.config is b for a, b in zip(layers, configs, strict=True))
     assert model.training
 
@@ -166,9 +169,8 @@ def stored(name="M8P2C4", **settings):
     layer = StoredAttention(2, 16, config, settings)
     keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
     layer.start(keys, keys_per_step=2 * 90.0, seed=0)
-    order = torch.arange(90)
-    options = config.attention_arguments | {"query_order": order, "backend": "auto"}
-    return partial(run, layer, **options), layer, query, key, value
+    attend = partial(run, layer, spec=config.spec, query_order=torch.arange(90))
+    return attend, layer, query, key, value
 
 
 def test_training_is_inference_with_all_parents_refined():

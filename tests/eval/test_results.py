@@ -156,5 +156,5 @@ def test_python_m_eval_is_the_command():
     command = [sys.executable, "-m", "eval", "bench", "attention", "--config", "M4P5C2"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    message = "eval: num_refined must be at most num_parents, but got 5 > 4."
+    message = "eval: num_refined must be at most num_parents, 4, but got 5."
     assert done.stderr.strip().splitlines()[-1] == message

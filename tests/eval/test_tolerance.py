@@ -68,7 +68,7 @@ def test_errors_of_batches_are_those_of_each_prompt_alone():
     pipe, config = three_level_pipe(), AVQConfig.parse(COARSE)
     prompts = ["a cat", "a dog", "a house"]
     arguments = {"num_inference_steps": 2, "height": 64, "width": 64}
-    plan = {layer.name: {1000: Choice(config.sizes, 0.0)} for layer in select_layers(pipe.unet)}
+    plan = {layer.name: {1000: Choice(config.spec, 0.0)} for layer in select_layers(pipe.unet)}
     run = {"seed": 5, "parts": 2, "weights": {1000: 1.0, 500: 3.0}}
     (expected,) = output_errors(pipe, prompts, [plan], config, **run, **arguments)
     calls = recorded_calls(pipe, prompts, 5, 2, run["weights"], **arguments)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import OPTIONS
+from cases import OPTIONS, unchecked_call
 from tiny import CONFIG, LAYER, draw, random_codebooks, tiny_pipe
 from tiny_transformers import sd3_pipe
 
@@ -58,7 +58,7 @@ class TestSample:
         sizes = []
         for first in range(0, 1000, batch * tokens):
             key = torch.arange(first, first + batch * tokens).float().view(batch, 1, tokens, 1)
-            sample.attend(key, key, key, None, **OPTIONS)
+            sample.attend(*unchecked_call(key, key, key, **OPTIONS), "auto")
             sizes.append(len(sample.flat_keys))
         return sample.keys.flatten().long(), sizes
 

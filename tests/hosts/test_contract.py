@@ -7,7 +7,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -34,6 +33,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.config import sizes_of
 from avq_diffusers.hosts import measured_layer, state
 from avq_diffusers.hosts.host import all_or_nothing
 from avq_diffusers.hosts.models import find_model
@@ -177,14 +177,14 @@ def test_on_and_off(kind, model):
 def test_the_order_is_that_of_the_grid(kind, model, monkeypatch):
     """Catches height and width in each other's place, other tokens in the grid, and an identity
     test above that does not see whether the grid meets the tokens beside it."""
-    found, original, left_out = [], state.attention_and_backend, {}
+    found, original, left_out = [], state.attend, {}
 
-    def record(query, key, value, codebook, **options):
-        found.append(options["key_order"])
-        assert key.shape[2] == len(found[-1])
-        return original(query, key, value, codebook, **options | left_out)
+    def record(tensors, spec, backend):
+        found.append(tensors.key_order)
+        assert tensors.key.shape[2] == len(found[-1])
+        return original(tensors._replace(**left_out), spec, backend)
 
-    monkeypatch.setattr(state, "attention_and_backend", record)
+    monkeypatch.setattr(state, "attend", record)
     apply_avq(model, kind.config(**EVERY_KEY))
     for height, width in kind.sizes:
         found.clear()
@@ -208,13 +208,13 @@ def test_sinks_are_no_tokens_of_the_grid(kind, model, monkeypatch):
 
     MiniMax-H3 has keyframes among them.
     """
-    found, original = [], state.attention_and_backend
+    found, original = [], state.attend
 
-    def record(*args, **options):
-        found.append(options["sink_key"])
-        return original(*args, **options)
+    def record(tensors, spec, backend):
+        found.append(tensors.sink_key)
+        return original(tensors, spec, backend)
 
-    monkeypatch.setattr(state, "attention_and_backend", record)
+    monkeypatch.setattr(state, "attend", record)
     name = "x" if "x" in kind.inputs(model, *kind.sizes[0]) else "hidden_states"
     image = kind.inputs(model, *kind.sizes[0])[name]
     other = [x + 1 for x in image] if isinstance(image, list) else image + 1
@@ -832,7 +832,7 @@ def test_measurement(kind, model, monkeypatch):
     assert are_same(contents(model), before)
     assert [one.layer.name for one in profile.layers] == [x.name for x in layers]
     others = tuple(x.name for x in layers[1:])
-    alone = kind.config(**asdict(AVQConfig.parse(FINE).sizes), exact=others)
+    alone = kind.config(**sizes_of(FINE), exact=others)
     found = kind.predict(apply_avq(model, alone, route="always"))
     expected = float((found - kind.exact).norm() / kind.exact.norm())
     assert profile.layers[0].effects[1000][FINE] == pytest.approx(expected, rel=1e-2)

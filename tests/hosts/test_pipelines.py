@@ -313,7 +313,7 @@ def test_scheduler(scheduled_pipe, name):
     seen, layer = [], select_layers(pipe.unet)[0]
 
     def see(*_):
-        seen.append(layer.avq_state.sizes.get().num_refined)
+        seen.append(layer.avq_state.spec.get().num_refined)
 
     with layer.attn.register_forward_pre_hook(see):
         draw(pipe, **size)

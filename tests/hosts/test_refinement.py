@@ -37,7 +37,7 @@ def timesteps_of(unet):
         timestep[:] = [float(torch.as_tensor(args[1]).max())]
 
     def see_layer(attn, args):
-        seen.append((timestep[0], attn._avq.call.get().sizes.num_refined))
+        seen.append((timestep[0], attn._avq.call.get().spec.num_refined))
 
     unet.register_forward_pre_hook(see_timestep, with_kwargs=True)
     for layer in select_layers(unet):

@@ -26,7 +26,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention import limits
-from avq_diffusers.config import Sizes
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts import routing
 from avq_diffusers.hosts import state as states
 from avq_diffusers.hosts.routing import (
@@ -40,9 +40,7 @@ from avq_diffusers.hosts.routing import (
     measure,
 )
 
-WORKLOAD = Workload(
-    16, 40, Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=0), 128, torch.float16
-)
+WORKLOAD = Workload(16, 40, Spec(num_parents=64, num_refined=16, num_children=8), torch.float16)
 NUM_TOKENS = 1024
 FOUND = BreakEven(NEVER, NUM_TOKENS, NUM_TOKENS, 0)  # between the two of `measured`
 KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
@@ -83,7 +81,7 @@ def set_break_even(unet, eager, compiled=NEVER):
     for layer in select_layers(unet):
         state = layer.avq_state
         if state is not None:
-            workload = state.workload(torch.empty(2, 1, 1), state.config.sizes)
+            workload = state.workload(torch.empty(2, 1, 1), state.config.spec)
             key = torch.device("cpu"), workload
             state.route.break_even = {key: BreakEven(eager, compiled)}
 
@@ -139,7 +137,7 @@ class TestLearning:
 
         def learn(trial=TRIAL, *, capturing=False, mode=nullcontext):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-            workload = state.workload(tokens, state.config.sizes)
+            workload = state.workload(tokens, state.config.spec)
             with mode():
                 state.route.learn(workload, tokens.device, trial)
             return list(state.route.break_even.values())
@@ -171,7 +169,7 @@ class TestLearning:
         state.note_allocation(None, 64)
         assert learn() == []
         assert not measured
-        state.set_sizes(state.config.sizes)
+        state.set_spec(state.config.spec)
         assert learn() == [FOUND]
 
     def test_one_device_does_not_decide_for_another(self, state, learn):
@@ -356,21 +354,21 @@ def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
     model, looks = make(), []
     config = AVQConfig.parse("M4P2C2E20", query_tile=16, num_updates=1)
 
-    def look(*tensors, **options):
-        given = [*tensors, *options.values()]
+    def look(tensors, spec, backend):
         facts = [
-            (x.shape, x.stride()[1:], x.dtype) if isinstance(x, torch.Tensor) else x for x in given
+            (x.shape, x.stride()[1:], x.dtype) if isinstance(x, torch.Tensor) else x
+            for x in tensors
         ]
-        looks.append((*options, *facts))
-        return original(*tensors, **options)
+        looks.append((spec, backend, *facts))
+        return original(tensors, spec, backend)
 
     def learn(route, workload, device, trial):
         avq, exact, share = routing._both_attentions(workload.dtype, device, trial)
         assert avq().shape == exact().shape
         assert share == 1
 
-    original = states.attention_and_backend
-    monkeypatch.setattr(states, "attention_and_backend", look)
+    original = states.attend
+    monkeypatch.setattr(states, "attend", look)
     apply_avq(model, config)
     monkeypatch.setattr(LayerRoute, "learn", learn)
     predict_of = predict if make is small_unet else predict_tokens
@@ -391,7 +389,7 @@ def test_what_needs_no_measurement(monkeypatch):
     predict(apply_avq(unet, config, backend="torch"))
     apply_avq(unet, config)
     for layer in select_layers(unet, (0,)):
-        layer.avq_state.function = states.attention_and_backend
+        layer.avq_state.function = states.attend
     predict(unet)
     predict(apply_avq(unet, AVQConfig.parse("M256P2C32")))  # of 256 keys
     assert trials
@@ -412,12 +410,13 @@ def test_the_workload_of_a_call(unet):
     num_updates = 1
     config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,), num_updates=num_updates)
     state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
-    sizes = Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0)
-    workload = Workload(8, 8, sizes, 16, torch.float32, num_updates)
+    sizes = {"num_parents": 4, "num_refined": 1, "num_children": 2}
+    spec = Spec(**sizes, query_tile=16, num_updates=num_updates)
+    workload = Workload(8, 8, spec, torch.float32)
     for batch in (3, 4):  # of two heads, rounded up to a power of two
-        assert state.workload(torch.empty(batch, 1, 1), sizes) == workload
+        assert state.workload(torch.empty(batch, 1, 1), spec) == workload
     with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
-        half = state.workload(torch.empty(3, 1, 1), sizes)
+        half = state.workload(torch.empty(3, 1, 1), spec)
     assert half == replace(workload, dtype=torch.bfloat16)
 
 

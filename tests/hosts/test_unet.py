@@ -117,10 +117,7 @@ class TestOutput:
             norm(key),
             value,
             codebook,
-            **asdict(config.sizes),
-            codewords=config.codewords,
-            num_updates=config.num_updates,
-            query_tile=config.query_tile,
+            **asdict(config.spec),
             query_order=order,
             key_order=order,
         )

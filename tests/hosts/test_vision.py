@@ -225,13 +225,13 @@ def test_a_key_norm(tmp_path, monkeypatch):
             codebooks.key_norm(name).bias.fill_(9)
     codebooks.save_pretrained(tmp_path)
     model = apply_avq(tiny_vision(), AVQCodebooks.from_pretrained(tmp_path))
-    original = layer_state.attention_and_backend
+    original = layer_state.attend
 
-    def see(query, key, value, codebook, **options):
-        keys.append(torch.cat([options["sink_key"], key], dim=2))
-        return original(query, key, value, codebook, **options)
+    def see(tensors, spec, backend):
+        keys.append(torch.cat([tensors.sink_key, tensors.key], dim=2))
+        return original(tensors, spec, backend)
 
-    monkeypatch.setattr(layer_state, "attention_and_backend", see)
+    monkeypatch.setattr(layer_state, "attend", see)
     features(model)
     assert all(torch.equal(x, torch.full((2, 2, 65, 16), 9.0)) for x in keys)
     assert len(keys) == 2

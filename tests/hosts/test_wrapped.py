@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import check_on_and_off, differ, kinds
+from checks import check_on_and_off, differ
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from peft import get_peft_model
@@ -147,14 +147,10 @@ def inputs(height=16, width=16, seed=0):
 @feature("torch.jit.trace")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @torch.no_grad()
-def test_trace():
-    """Catches sizes that are tensors while tracing, and the order of the traced grid."""
-    model = Traceable()
-    traced = torch.jit.trace(model, inputs(16, 24))
-    assert kinds(model.unet) == {"AVQ"}
-    for size in ((16, 24), (24, 16), (16, 16)):
-        others = inputs(*size, seed=1)
-        torch.testing.assert_close(traced(*others), model(*others))
+def test_a_trace_is_refused():
+    """Catches a trace of one grid's order."""
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record AVQ"):
+        torch.jit.trace(Traceable(), inputs(16, 24))
 
 
 @torch.no_grad()

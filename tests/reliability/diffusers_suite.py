@@ -15,7 +15,7 @@ it. Assignment, refinement and attention over codewords all run, and the result 
 up to rounding. In transformers it runs with all keys exact. So a test that fails shows something
 that AVQ broke, not the error of quantized keys. Three things differ from a user's `apply_avq`:
 
-- `attention_and_backend` gets those codebooks in place of the installed ones.
+- `attend` gets those codebooks in place of the installed ones.
 - `set_default_attn_processor` refuses foreign processors, so a user calls `remove_avq` first. The
   plugin does so, and applies AVQ again.
 - `from_pretrained` applies AVQ once the weights are there.
@@ -25,6 +25,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import diffusers
@@ -34,8 +35,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, apply_avq, gather_codebooks, remove_avq
-from avq_diffusers.attention.api import attention_and_backend
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.tensors import NUM_TOKENS, Tensors
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts import state as layer_state
 from avq_diffusers.hosts.models import select_layers
 from avq_diffusers.mini import MINI_SD
@@ -78,8 +81,8 @@ def pytest_configure(config) -> None:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         stand_in_for_hub()
     if config.getoption("--avq"):
-        assert layer_state.attention_and_backend is attention_and_backend
-        layer_state.attention_and_backend = every_key_attention
+        assert layer_state.attend is attend
+        layer_state.attend = every_key_attention
         for name in (*UNETS, *TRANSFORMERS):
             apply_when_built(getattr(diffusers, name))
 
@@ -105,7 +108,7 @@ def stand_in_for_hub() -> None:
         vocabulary = {letter: index for index, letter in enumerate(letters)} | QWEN_TOKENS
         return cls(vocab=vocabulary, merges=[], extra_special_tokens=[*QWEN_TOKENS])
 
-    def replace(cls: type, stand_in: Callable, names: tuple[str, ...] = TINY_CLIP) -> None:
+    def stand_in_for(cls: type, stand_in: Callable, names: tuple[str, ...] = TINY_CLIP) -> None:
         load = cls.from_pretrained.__func__
 
         @functools.wraps(load)
@@ -114,29 +117,33 @@ def stand_in_for_hub() -> None:
 
         cls.from_pretrained = classmethod(from_pretrained)
 
-    replace(transformers.CLIPTokenizer, tokenizer)
-    replace(transformers.CLIPTextModel, text_encoder)
-    replace(transformers.CLIPTextModelWithProjection, text_encoder)
-    replace(transformers.AutoConfig, t5_config, TINY_T5)
-    replace(transformers.AutoTokenizer, tokenizer, TINY_T5)
-    replace(transformers.Qwen2Tokenizer, qwen_tokenizer, TINY_QWEN)
+    stand_in_for(transformers.CLIPTokenizer, tokenizer)
+    stand_in_for(transformers.CLIPTextModel, text_encoder)
+    stand_in_for(transformers.CLIPTextModelWithProjection, text_encoder)
+    stand_in_for(transformers.AutoConfig, t5_config, TINY_T5)
+    stand_in_for(transformers.AutoTokenizer, tokenizer, TINY_T5)
+    stand_in_for(transformers.Qwen2Tokenizer, qwen_tokenizer, TINY_QWEN)
 
 
-def every_key_attention(
-    query: Tensor, key: Tensor, value: Tensor, codebook, **arguments
-) -> tuple[Tensor, str]:
-    """`attention_and_backend` where each element of the batch has a codebook of all its keys.
+def every_key_attention(tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+    """`attend` where each element of the batch has a codebook of all its keys.
 
     A codebook has one set of codewords per head, so the batch becomes heads of a single element.
     """
-    if codebook is None:
-        return attention_and_backend(query, key, value, None, **arguments)
-    batch = query.shape[0]
-    query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
-    parents = key[0].detach().to(torch.promote_types(key.dtype, torch.float32))
+    if tensors.parents is None:
+        return attend(tensors, spec, backend)
+    batch = tensors.query.shape[0]
+    tokens = (None if x is None else x.flatten(0, 1)[None] for x in tensors.tokens())
+    tensors = Tensors._make((*tokens, *tensors[NUM_TOKENS:]))
+    parents = tensors.key[0].detach().to(torch.promote_types(tensors.key.dtype, torch.float32))
     every_key = Codebook(parents, parents[:, :, None], check_finite=False)
-    arguments |= {"num_refined": min(NUM_REFINED, every_key.num_parents), "backend": "auto"}
-    output, backend = attention_and_backend(query, key, value, every_key, **arguments)
+    spec = replace(
+        spec,
+        num_parents=every_key.num_parents,
+        num_children=1,
+        num_refined=min(NUM_REFINED, every_key.num_parents),
+    )
+    output, backend = attend(tensors.with_codebook(every_key), spec)
     return output[0].unflatten(0, (batch, -1)), backend
 
 

@@ -282,7 +282,7 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         REST_D=tiling.rest_columns,
         PADDED_DIM=padded_dim,
         VALUE_COLUMNS=value_columns(head_dim),
-        SELECTS=spec.refines_some(),
+        SELECTS=spec.refines_some,
         MEANS=spec.means,
         EXACT_KEYS=problem.exact_keys > 0,
         SINKS=problem.sinks is not None,
@@ -291,6 +291,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         LOG2_VISIBLE=max(0, visible.bit_length() - 1),
         BLOCK_C=COLUMN_BLOCK,
         BLOCK_K=keys_per_block(problem),
-        FACTOR=spec.scale * math.log2(math.e) if meets_keys(problem) else 0.0,
+        FACTOR=problem.scale * math.log2(math.e) if meets_keys(problem) else 0.0,
         ALIGN=align,
     )

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton.attention import attention_launch
 from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import MOST_PLANS, Address, Plan, address
 from avq_diffusers.attention.triton.precompute import precompute_launches
 from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
 from avq_diffusers.attention.triton.tuning import MOST_REDUCED
+from avq_diffusers.config import Spec
 
 # How often each variant's tilings were made smaller in this process.
 reductions: Counter[Problem] = Counter()

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton.attention import attention_launch
 from avq_diffusers.attention.triton.call import run_fitting
 from avq_diffusers.attention.triton.codewords import StoredCodes, padded
@@ -46,6 +46,7 @@ from avq_diffusers.attention.triton.problem import (
 )
 from avq_diffusers.attention.triton.softmax import TileSizes
 from avq_diffusers.attention.triton.tuning import gradient_tiling
+from avq_diffusers.config import Spec
 
 # Most bytes of column gradients per launch, unless a single batch element needs more.
 COLUMN_BYTES = 1 << 30
@@ -78,7 +79,7 @@ def kernel_gradients(
         if x is not None
     }
     batch, heads, num_queries, head_dim = tensors.query.shape
-    columns = spec.num_visible() + spec.exact_keys
+    columns = spec.num_visible + spec.exact_keys
     columns += 0 if tensors.sink_key is None else tensors.sink_key.shape[2]
     num_tiles = -(-num_queries // spec.query_tile)
     size = max(1, COLUMN_BYTES // (heads * num_tiles * columns * 8 * head_dim))
@@ -96,7 +97,7 @@ def kernel_gradients(
         if "grad_sink_key" in grads:
             of_sinks = plan.part(memory, "sink_column").sum(dim=2)
             grads["grad_sink_value"][part] = of_sinks[..., :head_dim]
-            grads["grad_sink_key"][part] = of_sinks[..., head_dim:] * spec.scale
+            grads["grad_sink_key"][part] = of_sinks[..., head_dim:] * tensors.scale
     return list(grads.values())
 
 
@@ -132,7 +133,7 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
         "WIDTH": padded(2 * sizes.HEAD_DIM),
         "TILES": tiling.leaf_tiles,
         "KEYS": tiling.keys,
-        "SCALE": spec.scale,
+        "SCALE": problem.scale,
     }
     options = {"num_warps": tiling.choice.num_warps, "num_stages": 1}
     of_leaves = {"num_warps": tiling.leaf_warps, "num_stages": 1}

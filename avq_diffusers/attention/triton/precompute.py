@@ -136,7 +136,7 @@ def precompute_launches(
         "BLOCKS": blocks,
         "CELLS": cells,
         "VALUE_COLUMNS": value_columns(head_dim),
-        "FACTOR": spec.scale * math.log2(math.e),
+        "FACTOR": problem.scale * math.log2(math.e),
     }
     sort = Launch(
         sort_kernel,

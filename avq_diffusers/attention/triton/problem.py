@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.attention.limits import matrix_instructions
-from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import (
     Address,
@@ -20,6 +20,7 @@ from avq_diffusers.attention.triton.launch import (
     capability_of,
     kernel_layout,
 )
+from avq_diffusers.config import Spec
 
 
 class Layout(NamedTuple):
@@ -62,6 +63,7 @@ class Problem(NamedTuple):
     is_stored: bool  # codewords come from a codebook
     has_parents: bool  # updated parents are given
     spec: Spec
+    scale: float
     reduction: int = 0
 
     @classmethod
@@ -69,7 +71,7 @@ class Problem(NamedTuple):
         cls, tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, spec: Spec
     ) -> "Problem":
         """The problem of tensors that are `readable`."""
-        query, key, value, sink_key, sink_value, *_, query_order, key_order = tensors
+        query, key, value, sink_key, sink_value, *_, query_order, key_order, scale = tensors
         sinks = None
         if sink_key is not None and sink_value is not None:
             sinks = Layout.of(sink_key), Layout.of(sink_value)
@@ -86,6 +88,7 @@ class Problem(NamedTuple):
             stored is not None,
             parents is not None,
             spec,
+            scale,
         )
 
     @property
@@ -159,6 +162,7 @@ def readable(tensors: Tensors) -> Tensors:
         tensors.children,
         aligned(tensors.query_order),
         aligned(tensors.key_order),
+        tensors.scale,
     )
 
 

@@ -81,7 +81,7 @@ def _without_keys(problem: Problem) -> AttentionTiling:
     # a fixed maximum is faster on an H100, but it spills with sink keys.
     running_max = head_dim > 64 and (head_dim < 96 or meets_keys(problem))
     tiling = replace(tiling, num_warps=-(-tile_rows // 32), running_max=running_max)
-    if not spec.refines_some():
+    if not spec.refines_some:
         tiling = replace(tiling, parent_block=32)
     if 64 < head_dim < 96:
         return replace(tiling, rest_columns=32)

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from avq_diffusers.attention.spec import Spec
 from avq_diffusers.attention.triton.codewords import padded_sizes
 from avq_diffusers.attention.triton.launch import (
     MOST_PLANS,
@@ -45,6 +44,7 @@ from avq_diffusers.attention.triton.rows import (
     product,
 )
 from avq_diffusers.attention.triton.tuning import update_tiling
+from avq_diffusers.config import Spec
 
 
 def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor:

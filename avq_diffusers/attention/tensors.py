@@ -1,24 +1,17 @@
-"""`Tensors` and `Spec`: the inputs of one attention call, checked once and passed down whole.
+"""`Tensors`: the inputs of one attention call, checked once and passed down whole.
 
 Shapes: B batch, H heads, N queries, S keys, T sinks, D head dim, M0 parents, C children.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import (
-    CODEWORDS,
-    LARGEST_COUNT,
-    MOST_CODEWORDS_PER_KEY,
-    MOST_UPDATES,
-    check_int,
-    least_keys,
-)
+from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
@@ -27,7 +20,7 @@ NUM_TOKENS = 5
 
 
 class Tensors(NamedTuple):
-    """All tensors of a call.
+    """All tensors of a call, and the factor on its logits.
 
     Attributes:
         key, value: (B, H, S, D).
@@ -45,37 +38,43 @@ class Tensors(NamedTuple):
     query_order: Tensor | None
     # (S,) permutation in which parents are evenly spaced; None is the order of the keys.
     key_order: Tensor | None
+    scale: float  # factor on the logits
 
     @classmethod
-    def of_call(
+    def of(
         cls,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        codebook: Codebook | None,
-        options: Mapping[str, Any],
+        codebook: Codebook | None = None,
+        *,
+        sink_key: Tensor | None = None,
+        sink_value: Tensor | None = None,
+        query_order: Tensor | None = None,
+        key_order: Tensor | None = None,
+        scale: float | None = None,
     ) -> "Tensors":
-        """The tensors among the arguments of `avq_attention`, unchecked.
-
-        Args:
-            query, key, value, codebook: as in `avq_attention`.
-            options: its other arguments.
+        """The inputs of `avq_attention`, whose arguments these are.
 
         Raises:
-            TypeError: `codebook` is neither a `Codebook` nor None.
+            TypeError: `codebook` is neither a `Codebook` nor None, or `query` is no tensor.
+            NotImplementedError: `torch.jit.trace` records the call.
         """
+        if torch._C._get_tracing_state() is not None:
+            raise NotImplementedError("torch.jit.trace cannot record AVQ; use torch.export.")
         parents = children = None
         if codebook is not None:
             if not isinstance(codebook, Codebook):
                 raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
             parents, children = codebook.parents, codebook.children
-        query_order, key_order = options["query_order"], options["key_order"]
         # With as many queries as keys, they are the same tokens.
-        is_shared = key_order is None and isinstance(query_order, Tensor)
-        if is_shared and isinstance(key, Tensor) and query_order.shape == key.shape[2:3]:
-            key_order = query_order
-        sinks = options["sink_key"], options["sink_value"]
-        return cls(query, key, value, *sinks, parents, children, query_order, key_order)
+        if key_order is None and isinstance(query_order, Tensor) and isinstance(key, Tensor):
+            key_order = query_order if query_order.shape == key.shape[2:3] else None
+        if scale is None:
+            _check_tokens("query", query)
+            scale = query.shape[3] ** -0.5
+        sinks = sink_key, sink_value
+        return cls(query, key, value, *sinks, parents, children, query_order, key_order, scale)
 
     def tokens(self) -> tuple[Tensor | None, ...]:
         """Query, key, value and sinks."""
@@ -86,6 +85,10 @@ class Tensors(NamedTuple):
         tokens = (None if x is None else x[elements] for x in self.tokens())
         return Tensors._make((*tokens, *self[NUM_TOKENS:]))
 
+    def with_codebook(self, codebook: Codebook) -> "Tensors":
+        """The call with these stored codewords."""
+        return self._replace(parents=codebook.parents, children=codebook.children)
+
     def with_codewords_in(self, dtype: torch.dtype) -> "Tensors":
         """The call with its codebook, if any, detached and in a dtype."""
         if self.parents is None or self.children is None:
@@ -93,16 +96,21 @@ class Tensors(NamedTuple):
         parents, children = (x.detach().to(dtype) for x in (self.parents, self.children))
         return self._replace(parents=parents, children=children)
 
-    def check(self, *, one_dtype: bool = True) -> None:
-        """Refuse tensors that do not fit each other.
+    def check(self, spec: Spec, *, one_dtype: bool = True) -> None:
+        """Refuse inputs that do not fit each other, or the options of the call.
 
         Args:
+            spec: the options.
             one_dtype: whether all tokens must have the dtype of `query`.
 
         Raises:
             TypeError: a tensor has the wrong type or dtype.
             ValueError: shapes or devices do not agree.
         """
+        if not isinstance(self.scale, int | float):
+            raise TypeError(f"scale must be a number or None, but got {type(self.scale).__name__}.")
+        if not abs(self.scale) <= LARGEST_SCALE:
+            raise ValueError(f"scale must be finite, but got {self.scale}.")
         if (self.sink_key is None) != (self.sink_value is None):
             raise ValueError("sink_key and sink_value must be given together.")
         num_tokens = 3 if self.sink_key is None else NUM_TOKENS
@@ -145,6 +153,24 @@ class Tensors(NamedTuple):
                 raise TypeError(
                     f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
                 )
+        self._check_codewords(spec)
+
+    def _check_codewords(self, spec: Spec) -> None:
+        parents, children = spec.num_parents, spec.num_children
+        if self.children is not None:
+            sizes = tuple(self.children.shape[1:3])
+            if sizes != (parents, children):
+                raise ValueError(
+                    f"codebook must have {parents} parents with {children} children each, but got "
+                    f"{sizes[0]} and {sizes[1]}."
+                )
+        elif not spec.means:
+            raise ValueError('codewords="stored" needs a codebook.')
+        elif self.key.shape[2] < spec.least_keys:
+            raise ValueError(
+                f"{parents} parents with {children} children each need at least {spec.least_keys} "
+                f"keys, one for {MOST_CODEWORDS_PER_KEY} codewords, but got {self.key.shape[2]}."
+            )
 
 
 def _check_tokens(name: str, tensor: object) -> None:
@@ -174,95 +200,3 @@ def _check_order(token: str, length: int, order: object) -> None:
             f"{name} must have shape ({length},), one entry per {token}, but got "
             f"{tuple(order.shape)}."
         )
-
-
-class Spec(NamedTuple):
-    """Every option of a call; hashable, so it can be a cache key."""
-
-    num_parents: int  # M0
-    num_children: int  # C; 0 is flat VQ-attention
-    num_refined: int  # parents refined per query tile
-    exact_keys: int  # most keys per query tile that take part as themselves
-    num_updates: int  # Lloyd updates of the parents on the keys of the call
-    query_tile: int  # consecutive queries in the query order that share one choice of parents
-    means: bool  # whether the mean of its keys represents a leaf or cell, else the stored codeword
-    scale: float  # factor on the logits
-
-    def refines_some(self) -> bool:
-        """Whether tiles may refine different parents."""
-        return 0 < self.num_refined < self.num_parents
-
-    def num_visible(self) -> int:
-        """M0 + P C, the codewords that a query tile sees."""
-        return self.num_parents + self.num_refined * self.num_children
-
-    def numbers(self) -> list[int]:
-        """All integers, for an operator's schema."""
-        return [int(x) for x in self[:-1]]
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[int], scale: float) -> "Spec":
-        """The inverse of `numbers`.
-
-        Args:
-            numbers: a spec's `numbers`.
-            scale: its scale.
-        """
-        *integers, means = numbers
-        return cls._make((*integers, bool(means), scale))
-
-    @classmethod
-    def of_call(cls, tensors: Tensors, options: Mapping[str, Any]) -> "Spec":
-        """The options among the arguments of `avq_attention`, checked.
-
-        Args:
-            tensors: the checked tensors; a codebook sets the sizes.
-            options: the other arguments.
-
-        Raises:
-            TypeError: an option has the wrong type, is missing or unknown.
-            ValueError: an option is out of range or conflicts with another.
-        """
-        # In torch.jit.trace sizes are tensors; `int` makes them numbers.
-        given = {name: x for name, x in options.items() if name not in Tensors._fields}
-        codewords, scale = given.pop("codewords"), given.pop("scale")
-        if tensors.children is not None:
-            given["num_parents"], given["num_children"] = map(int, tensors.children.shape[1:3])
-        if scale is not None and not isinstance(scale, int | float):
-            raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
-        if scale is not None and not abs(scale) <= LARGEST_SCALE:
-            raise ValueError(f"scale must be finite, but got {scale}.")
-        if codewords not in CODEWORDS:
-            raise ValueError(
-                f"codewords must be one of {', '.join(CODEWORDS)}, but got {codewords!r}."
-            )
-        if codewords == "stored" and tensors.parents is None:
-            raise ValueError('codewords="stored" needs a codebook.')
-        scale = int(tensors.query.shape[3]) ** -0.5 if scale is None else float(scale)
-        spec = cls(**given, means=codewords == "means", scale=scale)
-        spec._check()
-        parents, children, keys = spec.num_parents, spec.num_children, tensors.key.shape[2]
-        least = least_keys(parents, children)
-        if tensors.parents is None and keys < least:
-            raise ValueError(
-                f"{parents} parents with {children} children each need at least {least} keys, "
-                f"one for {MOST_CODEWORDS_PER_KEY} codewords, but got {keys}."
-            )
-        return spec
-
-    def _check(self) -> None:
-        check_int("num_parents", self.num_parents, 1, LARGEST_COUNT)
-        check_int("num_children", self.num_children, 0, LARGEST_COUNT)
-        check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
-        check_int("num_updates", self.num_updates, 0, MOST_UPDATES)
-        check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
-        check_int("exact_keys", self.exact_keys, 0, LARGEST_COUNT)
-        if self.num_refined > self.num_parents:
-            raise ValueError(
-                f"num_refined must be at most num_parents, {self.num_parents}, but got "
-                f"{self.num_refined}."
-            )
-        if self.num_refined > 0 and self.num_children == 0:
-            raise ValueError(
-                f"num_refined must be 0 without children (flat VQ), but got {self.num_refined}."
-            )

@@ -1,0 +1,88 @@
+"""The operators behind `avq_attention`, which compilers, exporters and counters see.
+
+Their arguments are those of `schema`.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from avq_diffusers.attention import torch_backward, torch_forward
+from avq_diffusers.attention.autograd import make_differentiable
+from avq_diffusers.attention.flops import forward_flops
+from avq_diffusers.attention.guarded import guarded, kernels
+from avq_diffusers.attention.schema import CALL, call_of, shapes_of
+from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.config import Spec
+
+
+def by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
+    """Attention by PyTorch, on any device."""
+    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
+    # Autocast would compute the float32 products in half precision.
+    with torch.autocast(tensors.query.device.type, enabled=False):
+        return torch_forward.avq_attention(tensors, spec)
+
+
+def by_kernels(tensors: Tensors, spec: Spec) -> Tensor:
+    """Attention by kernels, or by PyTorch if `guarded` rules them out."""
+    found = guarded(
+        tensors,
+        spec,
+        lambda *codewords: [kernels().call.kernel_attention(tensors, *codewords, spec)],
+        lambda part: [by_pytorch(part, spec)],
+    )
+    return by_pytorch(tensors, spec) if found is None else found[0]
+
+
+@torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({CALL}) -> Tensor")
+def attention(*arguments: Any) -> Tensor:
+    """`by_pytorch`, as an operator."""
+    return by_pytorch(*call_of(arguments))
+
+
+@torch.library.custom_op(
+    "avq_diffusers::kernel_attention", mutates_args=(), schema=f"({CALL}) -> Tensor"
+)
+def kernel_attention(*arguments: Any) -> Tensor:
+    """`by_kernels`, as an operator."""
+    return by_kernels(*call_of(arguments))
+
+
+make_differentiable(attention, by_kernels=False)
+make_differentiable(kernel_attention, by_kernels=True)
+
+
+@kernel_attention.register_fake
+@attention.register_fake
+def _(query: Tensor, *others: Any) -> Tensor:
+    return torch_forward.empty_tokens(query)
+
+
+@register_flop_formula([x._opoverload.overloadpacket for x in (attention, kernel_attention)])
+def _(*arguments: Any, **others: Any) -> int:
+    return forward_flops(*shapes_of(arguments))
+
+
+@torch.library.custom_op("avq_diffusers::quantize", mutates_args=())
+def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    """`torch_backward.quantize`, as an operator with a straight-through gradient."""
+    return torch_backward.quantize(key, parents, children)
+
+
+@quantize.register_fake
+def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return key.new_empty(key.shape)
+
+
+quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
+
+
+@register_flop_formula(quantize._opoverload.overloadpacket)
+def _(key: Sequence[int], parents: Any, children: Sequence[int], **others: Any) -> int:
+    _, num_parents, num_children, _ = children
+    return 2 * prod(key) * (num_parents + num_children)
