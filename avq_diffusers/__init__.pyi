@@ -2,13 +2,10 @@ from .attention.api import avq_attention
 from .config import AVQConfig
 from .extras.scalecrafter.apply import scalecrafter
 from .hosts.backend import register_backend
-from .hosts.calibration import calibrate
-from .hosts.codebooks import AVQCodebooks
-from .hosts.measurement import measure_error
-from .hosts.models import select_layers
+from .hosts.codebooks import AVQCodebooks, calibrate
+from .hosts.measuring import ErrorProfile, measure_error
+from .hosts.models import AVQProcessor, select_layers
 from .hosts.pipeline import AVQStableDiffusionPipeline
-from .hosts.profile import ErrorProfile
-from .hosts.unet import AVQProcessor
 from .hosts.verbs import (
     apply_avq,
     avq_disabled,

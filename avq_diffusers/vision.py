@@ -1,6 +1,6 @@
 """Aliases of the verbs, for programs that imported them from here before they served all models."""
 
-from avq_diffusers.hosts.measurement import measure_error
+from avq_diffusers.hosts.measuring import measure_error
 from avq_diffusers.hosts.models import select_layers
 from avq_diffusers.hosts.verbs import (
     apply_avq,

@@ -15,7 +15,8 @@ import fast_interpreter
 import pytest
 from tiny import random_codebooks, three_level_pipe, tiny_pipe, tiny_unet
 
-from avq_diffusers.hosts import kept_profiles, routing
+from avq_diffusers.hosts.core import routing
+from avq_diffusers.hosts.measuring import kept_profiles
 
 FORKING = "test_distill.py", "test_coco.py", "test_kills.py"
 

@@ -20,8 +20,7 @@ from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.files import atomic_write
-from avq_diffusers.hosts.refinement import refinable_parents
-from avq_diffusers.hosts.sources import AVQSource
+from avq_diffusers.hosts.core import AVQSource, refinable_parents
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of
 from avq_diffusers.images import image_sheet, psnr
 

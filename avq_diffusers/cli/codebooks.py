@@ -8,10 +8,9 @@ from diffusers import DiffusionPipeline
 
 from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.calibration import calibrate
-from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.codebooks import AVQCodebooks, calibrate
+from avq_diffusers.hosts.core import AVQSource
 from avq_diffusers.hosts.models import main_model
-from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.mini.loading import usual_guidance
 from avq_diffusers.options import first_line
 

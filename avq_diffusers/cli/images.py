@@ -14,8 +14,8 @@ from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import scalecrafter, usual_scalecrafter
+from avq_diffusers.hosts.core import are_training_timesteps
 from avq_diffusers.hosts.models import has_unet
-from avq_diffusers.hosts.timesteps import are_training_timesteps
 from avq_diffusers.hosts.verbs import avq_disabled
 from avq_diffusers.mini.loading import usual_guidance
 

@@ -12,7 +12,7 @@ from avq_diffusers.attention.limits import VERIFIED, obstacles
 from avq_diffusers.attention.self_check import is_verified
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.routing import device_name
+from avq_diffusers.hosts.core import device_name
 
 PACKAGES = ("avq-diffusers", "torch", "triton", "diffusers", "transformers", "accelerate")
 

@@ -352,7 +352,7 @@ def main() -> None:
         print(f"avq: {error}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
-        from avq_diffusers.hosts.examples import lacks_memory
+        from avq_diffusers.hosts.core import lacks_memory
 
         if not lacks_memory(error):
             raise

@@ -18,9 +18,8 @@ from avq_diffusers.cli.images import (
 )
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
-from avq_diffusers.hosts.refinement import refinable_parents
-from avq_diffusers.hosts.sources import AVQSource
+from avq_diffusers.hosts.core import AVQSource, refinable_parents
+from avq_diffusers.hosts.measuring import SHOWN_TOLERANCES
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance

@@ -26,7 +26,7 @@ from avq_diffusers.codebook.tensor_files import (
     tensor_digest,
 )
 from avq_diffusers.files import atomic_save
-from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.core import LayerSpec
 from avq_diffusers.hosts.models import AnyModel, select_layers, unet_of
 
 FORMAT_VERSION = 1

@@ -1,16 +1,16 @@
 from .codebooks import PROJECTION_PARAMETERS
-from .layers import Layer, LayerSpec
-from .measurement import output_errors
-from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
-from .profile import Allocation
-from .state import AttentionFunction
-from .timesteps import (
+from .core import (
     NUM_TRAIN_TIMESTEPS,
+    AttentionFunction,
+    Layer,
+    LayerSpec,
     Timesteps,
     at_timestep,
     sampling_weights,
     step_weight,
 )
+from .measuring import Allocation, output_errors
+from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
 from .verbs import attention_replaced, gather_codebooks, replace_attention
 
 __all__ = [

@@ -14,8 +14,7 @@ from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
-from avq_diffusers.hosts.interception import AVQ_NAME, DEFAULT_BACKEND
-from avq_diffusers.hosts.layers import ATTRIBUTE, COMPILED
+from avq_diffusers.hosts.core import ATTRIBUTE, AVQ_NAME, COMPILED, DEFAULT_BACKEND
 from avq_diffusers.hosts.models import models_of
 from avq_diffusers.hosts.verbs import apply_avq, remove_avq
 

@@ -5,8 +5,7 @@ import json
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttentionProcessor
 
-from avq_diffusers.hosts.models import select_layers
-from avq_diffusers.hosts.unet import AVQProcessor
+from avq_diffusers.hosts.models import AVQProcessor, select_layers
 from avq_diffusers.hosts.verbs import apply_avq
 
 

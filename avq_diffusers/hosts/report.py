@@ -4,11 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.host import Hosted
-from avq_diffusers.hosts.layers import Layer
-from avq_diffusers.hosts.profile import Allocation
-from avq_diffusers.hosts.refinement import EXACT, SpecSchedule, schedules_of
-from avq_diffusers.hosts.state import AVQ_CALL, DISABLED, LayerState
+from avq_diffusers.hosts.core import (
+    AVQ_CALL,
+    DISABLED,
+    EXACT,
+    Hosted,
+    Layer,
+    LayerState,
+    SpecSchedule,
+    schedules_of,
+)
+from avq_diffusers.hosts.measuring import Allocation
 
 
 @dataclass(frozen=True)

@@ -20,42 +20,54 @@ from avq_diffusers.attention.api import check_backend
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks
-from avq_diffusers.hosts.examples import as_examples
-from avq_diffusers.hosts.host import (
+from avq_diffusers.hosts.core import (
     CHANGES,
-    Host,
-    Hosted,
-    all_or_nothing,
-    install,
-    installed,
-    uninstall,
-)
-from avq_diffusers.hosts.kept_profiles import KeptProfile
-from avq_diffusers.hosts.layer_weights import LayerWeights
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.measurement import measure_error, output_errors
-from avq_diffusers.hosts.models import AnyModel, all_models_of, models_of, name_of, select_layers
-from avq_diffusers.hosts.profile import (
-    ErrorProfile,
-    checked_tolerance,
-    chosen_specs,
-    note_allocation,
-)
-from avq_diffusers.hosts.refinement import Schedule, check_schedules, planned_specs, set_specs
-from avq_diffusers.hosts.report import Summary, report
-from avq_diffusers.hosts.routing import check_route
-from avq_diffusers.hosts.sources import (
     CONFIG_FIELDS,
     WITHOUT_CODEBOOKS,
+    AttentionFunction,
     AVQSource,
+    Host,
+    Hosted,
+    LayerSpec,
+    LayerState,
+    LayerWeights,
+    Schedule,
+    StoredSource,
+    all_or_nothing,
+    as_examples,
     check_known,
+    check_route,
+    check_schedules,
     check_source,
+    disabled,
+    install,
+    installed,
     make_states,
+    planned_specs,
     resolved_source,
+    set_specs,
     states_of_config,
+    uninstall,
 )
-from avq_diffusers.hosts.state import AttentionFunction, LayerState, disabled
-from avq_diffusers.hosts.unet import UNET, prepare
+from avq_diffusers.hosts.measuring import (
+    ErrorProfile,
+    KeptProfile,
+    checked_tolerance,
+    chosen_specs,
+    measure_error,
+    note_allocation,
+    output_errors,
+)
+from avq_diffusers.hosts.models import (
+    UNET,
+    AnyModel,
+    all_models_of,
+    models_of,
+    name_of,
+    prepare,
+    select_layers,
+)
+from avq_diffusers.hosts.report import Summary, report
 
 # How many times the tolerance one measured call of a kept plan may be off.
 MOST_OFF = 2.0
@@ -224,7 +236,7 @@ def _resolved(
             raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(given)}.")
         return source
     check_source(source)
-    if isinstance(source, AVQCodebooks):
+    if isinstance(source, StoredSource):
         raise ValueError(WITHOUT_CODEBOOKS)
     kept = KeptProfile(pipe, models_of(pipe), source, measurement)
     profile = kept.load(examples)

@@ -50,7 +50,7 @@ from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
-from avq_diffusers.hosts import measured_layer
+from avq_diffusers.hosts.measuring import measured_layer
 from avq_diffusers.hosts.verbs import states_of
 from avq_diffusers.images import MARGIN, psnr
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts

@@ -17,8 +17,9 @@ from tiny import CONFIG, random_codebooks, three_level_unet, tiny_pipe, two_leve
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined
 from avq_diffusers.cli import main as cli
-from avq_diffusers.hosts import measured_layer, verbs
-from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
+from avq_diffusers.hosts import verbs
+from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.measuring.profile import SHOWN_TOLERANCES
 from avq_diffusers.images import difference
 
 PROMPT = "a red fox"

@@ -10,8 +10,8 @@ import yaml
 from tiny_training import CONFIGS, RUN_CONFIG
 
 from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.profile import LayerEffects
+from avq_diffusers.hosts.core.layers import LayerSpec
+from avq_diffusers.hosts.measuring.profile import LayerEffects
 from avq_diffusers.mini import MINI_DISTILLED, MINI_DISTILLED_LEVEL1
 from distill.config import DistillConfig
 from distill.config_file import load_config, save_config

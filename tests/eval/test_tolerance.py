@@ -11,8 +11,9 @@ from tiny_vision import WIDE, choosing
 from transformers import ViTConfig, ViTModel
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq
-from avq_diffusers.hosts import measured_layer, output_errors, select_layers
-from avq_diffusers.hosts.profile import Choice
+from avq_diffusers.hosts import output_errors, select_layers
+from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.measuring.profile import Choice
 from eval.quality import tolerance
 from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.vision import tolerance as vision_tolerance

@@ -43,8 +43,8 @@ from avq_diffusers.extras.scalecrafter.settings import (
     SD15_2048,
     ScaleCrafterConfig,
 )
-from avq_diffusers.hosts.models import select_layers
-from avq_diffusers.hosts.timesteps import TIMESTEP, Timesteps
+from avq_diffusers.hosts.core.timesteps import TIMESTEP, Timesteps
+from avq_diffusers.hosts.models.registry import select_layers
 from avq_diffusers.mini import MINI_SD
 
 DILATED, PLAIN = 981, 1  # timesteps

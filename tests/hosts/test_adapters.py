@@ -12,7 +12,7 @@ from peft import get_peft_model_state_dict
 from tiny import LORA, draw, let_answer_calls_only, tiny_pipe, tiny_unet, tuned_codebooks
 
 from avq_diffusers import apply_avq, remove_avq
-from avq_diffusers.hosts.unet import AVQProcessor
+from avq_diffusers.hosts.models.unet import AVQProcessor
 
 feature = pytest.mark.feature
 

@@ -11,8 +11,8 @@ from tiny_transformers import sd3_pipe
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, calibrate, select_layers, summary
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.hosts.calibration import _LayerSample
-from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.codebooks.calibration import _LayerSample
+from avq_diffusers.hosts.core.layers import LayerSpec
 
 PROMPTS = ["a red fox", "two blue hearts"]
 STEPS = 2

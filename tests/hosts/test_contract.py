@@ -1,4 +1,4 @@
-"""What every kind of model promises with AVQ: the contract of `avq_diffusers.hosts.host`."""
+"""What every kind of model promises with AVQ: the contract of `avq_diffusers.hosts.core.host`."""
 
 import copy
 import inspect
@@ -34,9 +34,10 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import sizes_of
-from avq_diffusers.hosts import measured_layer, state
-from avq_diffusers.hosts.host import all_or_nothing
-from avq_diffusers.hosts.models import find_model
+from avq_diffusers.hosts.core import state
+from avq_diffusers.hosts.core.install import all_or_nothing
+from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.models.registry import find_model
 
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
 FINE = "M8P8C4E16"

@@ -25,7 +25,7 @@ from tiny_transformers import (
 )
 
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, select_layers, summary
-from avq_diffusers.hosts import grids
+from avq_diffusers.hosts.models import grids
 
 feature = pytest.mark.feature
 

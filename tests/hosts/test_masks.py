@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from avq_diffusers import apply_avq, remove_avq, summary
-from avq_diffusers.hosts import masks
-from avq_diffusers.hosts.masks import masked_attention, read_groups, seen_tokens
+from avq_diffusers.hosts.models import masks
+from avq_diffusers.hosts.models.masks import masked_attention, read_groups, seen_tokens
 
 GRID = slice(3, 8)  # behind three tokens of a text
 TEXT = torch.tensor([[True, True, False], [True, False, True]])

@@ -34,12 +34,13 @@ from avq_diffusers import (
     remove_avq,
     set_num_refined,
 )
-from avq_diffusers.hosts import measured_layer, measurement, routing
-from avq_diffusers.hosts.exact_run import ExactRun
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.measured_layer import MeasuredLayer
-from avq_diffusers.hosts.measurement import output_errors
-from avq_diffusers.hosts.timesteps import sampling_weights, step_weight
+from avq_diffusers.hosts.core import routing
+from avq_diffusers.hosts.core.layers import LayerSpec
+from avq_diffusers.hosts.core.timesteps import sampling_weights, step_weight
+from avq_diffusers.hosts.measuring import measured_layer, measurement
+from avq_diffusers.hosts.measuring.exact_run import ExactRun
+from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer
+from avq_diffusers.hosts.measuring.measurement import output_errors
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16)

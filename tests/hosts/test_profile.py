@@ -25,10 +25,11 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.hosts import kept_profiles, measured_layer, profile, verbs
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.models import models_of
-from avq_diffusers.hosts.profile import ErrorProfile, LayerEffects, Point
+from avq_diffusers.hosts import verbs
+from avq_diffusers.hosts.core.layers import LayerSpec
+from avq_diffusers.hosts.measuring import kept_profiles, measured_layer, profile
+from avq_diffusers.hosts.measuring.profile import ErrorProfile, LayerEffects, Point
+from avq_diffusers.hosts.models.registry import models_of
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))

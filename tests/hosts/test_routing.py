@@ -27,9 +27,9 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention import limits
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts import routing
-from avq_diffusers.hosts import state as states
-from avq_diffusers.hosts.routing import (
+from avq_diffusers.hosts.core import routing
+from avq_diffusers.hosts.core import state as states
+from avq_diffusers.hosts.core.routing import (
     NEVER,
     BreakEven,
     LayerRoute,

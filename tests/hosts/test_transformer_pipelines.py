@@ -47,7 +47,7 @@ from tiny_transformers import (
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, set_num_refined, summary
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.request import ModelRequest
-from avq_diffusers.hosts.models import find_model
+from avq_diffusers.hosts.models.registry import find_model
 
 feature = pytest.mark.feature
 

@@ -39,8 +39,8 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import NUM_TOKENS, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts import state as layer_state
-from avq_diffusers.hosts.models import select_layers
+from avq_diffusers.hosts.core import state as layer_state
+from avq_diffusers.hosts.models.registry import select_layers
 from avq_diffusers.mini import MINI_SD
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")

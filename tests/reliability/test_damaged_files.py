@@ -30,8 +30,9 @@ from avq_diffusers.extras.linfusion import (
     save_linfusion,
 )
 from avq_diffusers.files import read_log
-from avq_diffusers.hosts import LayerSpec, routing, select_layers
-from avq_diffusers.hosts.profile import LayerEffects, Point
+from avq_diffusers.hosts import LayerSpec, select_layers
+from avq_diffusers.hosts.core import routing
+from avq_diffusers.hosts.measuring.profile import LayerEffects, Point
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config

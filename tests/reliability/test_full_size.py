@@ -8,7 +8,7 @@ from tiny import random_codebooks
 from torch import nn
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, summary
-from avq_diffusers.hosts.models import select_layers
+from avq_diffusers.hosts.models.registry import select_layers
 from eval.benchmarks.models import SD15, SDXL, SDXL_TEXT, added_conditions
 
 LATENT_SIZE = 32

@@ -7,7 +7,7 @@ import pytest
 from hosts.kinds import KINDS
 from tiny_transformers import FLUX3
 
-from avq_diffusers.hosts.grids import FAMILIES
+from avq_diffusers.hosts.models.grids import FAMILIES
 
 pytestmark = pytest.mark.skipif(not FLUX3, reason="the table is of diffusers 0.42")
 CONTROLNETS = {"FluxControlNetModel", "QwenImageControlNetModel"}

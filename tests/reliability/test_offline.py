@@ -13,7 +13,7 @@ from torch import nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile, apply_avq
 from avq_diffusers.hosts import LayerSpec
-from avq_diffusers.hosts.profile import LayerEffects
+from avq_diffusers.hosts.measuring.profile import LayerEffects
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config

@@ -29,8 +29,8 @@ from avq_diffusers.extras.scalecrafter.settings import (
     at_level,
     usual_config,
 )
+from avq_diffusers.hosts.core import TIMESTEP, Timesteps
 from avq_diffusers.hosts.models import AnyModel, unet_of, unwrapped
-from avq_diffusers.hosts.timesteps import TIMESTEP, Timesteps
 from avq_diffusers.mini import IMAGE_SIZE, MINI_SD
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from avq_diffusers.config import check_int
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
+from avq_diffusers.hosts.core import NUM_TRAIN_TIMESTEPS
 
 # The paper's settings count steps of DDIM with 50 steps.
 NUM_STEPS = 50

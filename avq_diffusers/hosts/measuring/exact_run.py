@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.host import Hosted
-from avq_diffusers.hosts.timesteps import (
+from avq_diffusers.hosts.core import (
     NUM_TRAIN_TIMESTEPS,
+    Hosted,
     Timesteps,
     at_timestep,
     rounded_up,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.grids import named_arguments
+from avq_diffusers.hosts.core.arguments import named_arguments
 
 NUM_TRAIN_TIMESTEPS = 1000
 DIGITS = 2  # kept of a timestep: fractions in float32 are off by up to 1e-4
@@ -43,39 +43,6 @@ class TimestepArgument(NamedTuple):
 
 
 TIMESTEP = TimestepArgument()
-_FRACTION = TimestepArgument(scale=NUM_TRAIN_TIMESTEPS)
-_REMAINDER = TimestepArgument(scale=-NUM_TRAIN_TIMESTEPS, offset=NUM_TRAIN_TIMESTEPS)
-# Where it is not `TIMESTEP`, by class name; None if a call does not tell the timestep.
-_ARGUMENTS: dict[str, TimestepArgument | None] = {
-    **dict.fromkeys(
-        (
-            *("FluxTransformer2DModel", "FluxControlNetModel", "Flux2Transformer2DModel"),
-            *("Flux3Transformer2DModel", "ChromaTransformer2DModel", "PRXTransformer2DModel"),
-            *("LongCatImageTransformer2DModel", "OvisImageTransformer2DModel"),
-            *("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
-            *("QwenImage21Transformer2DModel", "NucleusMoEImageTransformer2DModel"),
-            *("AuraFlowTransformer2DModel", "Krea2Transformer2DModel"),
-        ),
-        _FRACTION,
-    ),
-    "LuminaNextDiT2DModel": _REMAINDER,
-    "Lumina2Transformer2DModel": _REMAINDER,
-    "Ideogram4Transformer2DModel": _REMAINDER,
-    "ZImageTransformer2DModel": _REMAINDER._replace(name="t"),
-    "HiDreamImageTransformer2DModel": TimestepArgument("timesteps"),
-    "GlmImageTransformer2DModel": TimestepArgument(offset=1.0),
-    # Cosmos passes other functions of the noise level, Mochi's timesteps may rise, and MiniMax-H3
-    # has one per reference.
-    "CosmosTransformer3DModel": None,
-    "MochiTransformer3DModel": None,
-    "MiniMaxH3Transformer3DModel": None,
-}
-
-
-def argument_of(model: type) -> TimestepArgument | None:
-    """What tells models of a class the training timestep; None if nothing does."""
-    names = [base.__name__ for base in model.__mro__]
-    return next((_ARGUMENTS[name] for name in names if name in _ARGUMENTS), TIMESTEP)
 
 
 class Timesteps(threading.local):

@@ -19,14 +19,26 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from avq_diffusers.config import AVQConfig, check_int
-from avq_diffusers.hosts.exact_run import ExactRun, Repeat, Trial, squared, tensors_of
-from avq_diffusers.hosts.examples import checked_examples, run_examples
-from avq_diffusers.hosts.host import Host, Hosted, installed
-from avq_diffusers.hosts.measured_layer import MeasuredLayer
+from avq_diffusers.hosts.core import (
+    NUM_TRAIN_TIMESTEPS,
+    Host,
+    Hosted,
+    at_timestep,
+    checked_examples,
+    installed,
+    run_examples,
+    states_of_config,
+)
+from avq_diffusers.hosts.measuring.exact_run import ExactRun, Repeat, Trial, squared, tensors_of
+from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer
+from avq_diffusers.hosts.measuring.profile import (
+    MILLISECONDS,
+    OPERATIONS,
+    Choice,
+    ErrorProfile,
+    Point,
+)
 from avq_diffusers.hosts.models import models_of
-from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, Choice, ErrorProfile, Point
-from avq_diffusers.hosts.sources import states_of_config
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
 # Repeated calls with one layer in AVQ, over all layers: on an H200 they take up to a minute for
 # SD1.5 at 1024 pixels, and up to three for Flux at 2048.

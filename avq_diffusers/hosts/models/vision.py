@@ -22,9 +22,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from avq_diffusers.hosts.host import Host, Other, Others, Watch
-from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
-from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
+from avq_diffusers.hosts.core import (
+    ATTRIBUTE,
+    AVQ_CALL,
+    Host,
+    Layer,
+    LayerState,
+    Other,
+    Others,
+    Replaced,
+    Tokens,
+    Watch,
+    own_name,
+)
 
 NAME = "avq"
 # Parameters that hold the tokens before the grid.
@@ -186,6 +196,9 @@ class VisionHost(Host):
                 for path, attn, of_layer in of_projection
             ]
         return layers
+
+    def timestep_of(self, model: nn.Module) -> None:
+        return None
 
     def attention_of(self, attn: Any) -> Any:
         return attn.config

@@ -16,8 +16,7 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.flops import forward_flops
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.reading import read_once
-from avq_diffusers.hosts.state import orders
+from avq_diffusers.hosts.core import orders, read_once
 
 HIDDEN = -1e4  # an additive mask adds at most this to the logits of a hidden key
 

@@ -3,16 +3,32 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.codebooks import AVQCodebooks
-from avq_diffusers.hosts.layer_weights import LayerWeights
-from avq_diffusers.hosts.layers import Layer, chosen_layers
-from avq_diffusers.hosts.state import LayerState
+from avq_diffusers.hosts.core.layers import Layer, LayerSpec, chosen_layers
+from avq_diffusers.hosts.core.state import LayerState
+from avq_diffusers.hosts.core.weights import LayerWeights
+
+
+@runtime_checkable
+class StoredSource(Protocol):
+    """Codebooks of a model's layers: `AVQCodebooks`."""
+
+    avq_config: AVQConfig
+
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        """Refuse layers of another model."""
+
+    def layer_config(self, name: str) -> AVQConfig:
+        """A layer's configuration."""
+
+    def layer_weights(self, name: str) -> LayerWeights:
+        """A layer's codebook, key norm and projection changes."""
+
 
 # Codewords from the keys of each call, or from codebooks.
-AVQSource: TypeAlias = AVQConfig | AVQCodebooks
+AVQSource: TypeAlias = AVQConfig | StoredSource
 CONFIG_FIELDS = frozenset(field.name for field in fields(AVQConfig))
 WITHOUT_CODEBOOKS = (
     "a tolerance chooses sizes for codewords from the keys of each call; apply it without "
@@ -26,7 +42,7 @@ def check_source(source: Any) -> None:
     Raises:
         TypeError: `source` is neither codebooks, nor a configuration or its string, nor None.
     """
-    if not isinstance(source, AVQCodebooks | AVQConfig | str | None):
+    if not isinstance(source, StoredSource | AVQConfig | str | None):
         raise TypeError(
             f"expected AVQCodebooks, an AVQConfig, a string such as 'M64P16C8' or nothing, but got "
             f"{type(source).__name__}."
@@ -48,7 +64,7 @@ def resolved_source(
         ValueError: a string is malformed, or a field is out of range.
     """
     check_source(source)
-    if isinstance(source, AVQCodebooks):
+    if isinstance(source, StoredSource):
         if config_fields:
             raise TypeError(
                 f"codebooks have a configuration of their own; drop {', '.join(config_fields)}."
@@ -89,7 +105,7 @@ def make_states(
         ValueError: codebooks belong to another model, or a configuration needs codebooks or does
             not fit the layers.
     """
-    if isinstance(source, AVQCodebooks):
+    if isinstance(source, StoredSource):
         config = source.avq_config
         chosen = chosen_layers(layers, config.levels, config.exact, ())
         source.check_layers(chosen)

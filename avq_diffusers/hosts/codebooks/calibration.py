@@ -24,14 +24,17 @@ from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import AVQConfig, Spec, check_int
-from avq_diffusers.hosts.codebooks import AVQCodebooks
-from avq_diffusers.hosts.examples import checked_examples, run_examples
-from avq_diffusers.hosts.host import installed
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.models import main_model, name_of
-from avq_diffusers.hosts.refinement import EXACT
-from avq_diffusers.hosts.sources import states_of_config
-from avq_diffusers.hosts.verbs import avq_disabled
+from avq_diffusers.hosts.codebooks.stored import AVQCodebooks
+from avq_diffusers.hosts.core import (
+    EXACT,
+    LayerSpec,
+    checked_examples,
+    disabled,
+    installed,
+    run_examples,
+    states_of_config,
+)
+from avq_diffusers.hosts.models import all_models_of, main_model, name_of
 
 
 def calibrate(
@@ -102,7 +105,8 @@ def calibrate(
     for layer, state in states.items():
         state.function = samples[layer.name].attend
     bar = tqdm(desc="examples", total=len(examples), disable=not progress)
-    with bar, avq_disabled(pipe), installed(hosted, states):
+    others = [state for x in all_models_of(pipe) for state in x.states.values()]
+    with bar, disabled(others), installed(hosted, states):
         for _ in run_examples(pipe, host, examples, num_inference_steps, seed, arguments):
             bar.update()
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.layers import ATTRIBUTE
-from avq_diffusers.hosts.state import Call, LayerState
+from avq_diffusers.hosts.core.layers import ATTRIBUTE
+from avq_diffusers.hosts.core.state import Call, LayerState
 
 
 def keep_calls(owner: nn.Module, attn: nn.Module | None = None) -> None:

@@ -14,8 +14,8 @@ from platformdirs import user_cache_path
 from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.host import Hosted, installed
-from avq_diffusers.hosts.profile import ErrorProfile
+from avq_diffusers.hosts.core import Hosted, installed
+from avq_diffusers.hosts.measuring.profile import ErrorProfile
 
 # Seconds to wait for another process that writes a profile.
 PATIENCE = 5.0

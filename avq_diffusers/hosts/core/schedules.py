@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import Spec, is_within
-from avq_diffusers.hosts.host import CHANGES, Hooks, Hosted, hooks_of
-from avq_diffusers.hosts.layers import ATTRIBUTE, LayerSpec
-from avq_diffusers.hosts.state import LayerState
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
+from avq_diffusers.hosts.core.host import Hosted
+from avq_diffusers.hosts.core.install import CHANGES, Hooks, hooks_of
+from avq_diffusers.hosts.core.layers import ATTRIBUTE, LayerSpec
+from avq_diffusers.hosts.core.state import LayerState
+from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
 EXACT = "exact"
 # Training timestep from which an entry holds, downwards -> number of parents, or `EXACT`.

@@ -12,10 +12,23 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.grids import READS_THE_GRID, TEXT, latent_grid, named_arguments
-from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
-from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
-from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
+from avq_diffusers.hosts.core import (
+    ATTRIBUTE,
+    AVQ_CALL,
+    TRANSFORMER_SIZES,
+    Host,
+    Layer,
+    LayerState,
+    Other,
+    Others,
+    Replaced,
+    Tokens,
+    Watch,
+    as_attended,
+    named_arguments,
+    own_name,
+)
+from avq_diffusers.hosts.models.grids import READS_THE_GRID, TEXT, latent_grid
 
 
 class AVQJointProcessor(JointAttnProcessor2_0):

@@ -1,16 +1,21 @@
 """The image or video grid of a transformer's tokens, read from the transformer's own arguments."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from avq_diffusers.hosts.reading import read_once
-from avq_diffusers.hosts.state import REST, Grid
+from avq_diffusers.hosts.core import (
+    NUM_TRAIN_TIMESTEPS,
+    REST,
+    TIMESTEP,
+    Grid,
+    TimestepArgument,
+    read_once,
+)
 
 SEVERAL, NO_GRID = "several images", "no grid"
 READS_THE_GRID = "AVQ reads a transformer's grid outside compiled code; export it with strict=False"
@@ -32,6 +37,7 @@ class Family:
         beside_first: whether these tokens come before the grid.
         parts: module paths, or parts of them, whose attention sees the grid; empty for all.
         hidden_states: a tensor with the batch, from the same arguments.
+        timestep: the argument that tells the training timestep; None if a call does not tell it.
     """
 
     models: tuple[str, ...]
@@ -40,19 +46,7 @@ class Family:
     beside_first: bool = False
     parts: tuple[str, ...] = ()
     hidden_states: Callable[[Arguments], Tensor] = lambda arguments: arguments["hidden_states"]
-
-
-def named_arguments(
-    model: type[nn.Module], args: tuple[Any, ...], kwargs: Arguments
-) -> dict[str, Any]:
-    """The arguments of a call to a class's `forward`, by name."""
-    return {**dict(zip(_parameters_of(model.forward), args, strict=False)), **kwargs}
-
-
-@cache
-def _parameters_of(forward: Any) -> tuple[str, ...]:
-    """The parameter names of a class's `forward`, in order."""
-    return tuple(inspect.signature(forward).parameters)[1:]
+    timestep: TimestepArgument | None = TIMESTEP
 
 
 def family_of(model: type) -> Family | None:
@@ -201,13 +195,23 @@ def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
     return {"noise_refiner": padding, "layers": padding + longest + -longest % Z_IMAGE_MULTIPLE}
 
 
+_FRACTION = TimestepArgument(scale=NUM_TRAIN_TIMESTEPS)
+_REMAINDER = TimestepArgument(scale=-NUM_TRAIN_TIMESTEPS, offset=NUM_TRAIN_TIMESTEPS)
+
 FAMILIES = (
     Family(
         (
             *("FluxTransformer2DModel", "FluxControlNetModel", "Flux2Transformer2DModel"),
-            *("ChromaTransformer2DModel", "BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
-            *("LongCatImageTransformer2DModel", "OvisImageTransformer2DModel"),
+            *("ChromaTransformer2DModel", "LongCatImageTransformer2DModel"),
+            "OvisImageTransformer2DModel",
         ),
+        _position_ids,
+        TEXT,
+        beside_first=True,
+        timestep=_FRACTION,
+    ),
+    Family(
+        ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
         _position_ids,
         TEXT,
         beside_first=True,
@@ -218,33 +222,38 @@ FAMILIES = (
         _text_in_joint_layers,
         beside_first=True,
         parts=("mode_blocks.image", "single_transformer_blocks"),
+        timestep=_FRACTION,
     ),
     Family(
         ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
         _shapes,
         TEXT,
         beside_first=True,
+        timestep=_FRACTION,
     ),
-    Family(("NucleusMoEImageTransformer2DModel",), _shapes, TEXT),
+    Family(("NucleusMoEImageTransformer2DModel",), _shapes, TEXT, timestep=_FRACTION),
     Family(
         ("ZImageTransformer2DModel",),
         _list_of_latents,
         _padding_and_text,
         parts=("noise_refiner", "layers"),
         hidden_states=_first_latents,
+        timestep=_REMAINDER._replace(name="t"),
     ),
     Family(("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel"), _numbers, NONE),
     # Latents, text in cross-attention
     Family(
         (
             *("WanTransformer3DModel", "WanVACETransformer3DModel", "ChronoEditTransformer3DModel"),
-            *("SkyReelsV2Transformer3DModel", "CosmosTransformer3DModel"),
-            *("AllegroTransformer3DModel", "PixArtTransformer2DModel", "HunyuanDiT2DModel"),
-            "LuminaNextDiT2DModel",
+            *("SkyReelsV2Transformer3DModel", "AllegroTransformer3DModel"),
+            *("PixArtTransformer2DModel", "HunyuanDiT2DModel"),
         ),
         latent_grid,
         NONE,
     ),
+    Family(("LuminaNextDiT2DModel",), latent_grid, NONE, timestep=_REMAINDER),
+    # Its timesteps are other functions of the noise level.
+    Family(("CosmosTransformer3DModel",), latent_grid, NONE, timestep=None),
     Family(
         ("LatteTransformer3DModel",),
         partial(latent_grid, axes=(3, 4)),  # frames are batch entries
@@ -272,19 +281,25 @@ FAMILIES = (
         beside_first=True,
     ),
     Family(
-        (
-            *("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"),
-            *("GlmImageTransformer2DModel", "PRXTransformer2DModel"),
-        ),
+        ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"),
         latent_grid,
         TEXT,
         beside_first=True,
     ),
     Family(
+        ("GlmImageTransformer2DModel",),
+        latent_grid,
+        TEXT,
+        beside_first=True,
+        timestep=TimestepArgument(offset=1.0),
+    ),
+    Family(("PRXTransformer2DModel",), latent_grid, TEXT, beside_first=True, timestep=_FRACTION),
+    Family(
         ("AuraFlowTransformer2DModel",),
         latent_grid,
         _beside("encoder_hidden_states", more=8),  # register tokens
         beside_first=True,
+        timestep=_FRACTION,
     ),
     Family(
         ("EasyAnimateTransformer3DModel",),
@@ -298,12 +313,14 @@ FAMILIES = (
         TEXT,
         beside_first=True,
         parts=("transformer_blocks",),
+        timestep=_FRACTION,
     ),
     Family(
         ("Ideogram4Transformer2DModel",),
         _marked_position_ids,
         _rest,
         beside_first=True,
+        timestep=_REMAINDER,
     ),
     Family(
         ("MiniMaxH3Transformer3DModel",),
@@ -311,15 +328,24 @@ FAMILIES = (
         _rest,
         beside_first=True,
         parts=("transformer_blocks",),
+        timestep=None,  # one per reference
     ),
-    Family(("QwenImage21Transformer2DModel",), _target_image, _rest, beside_first=True),
     Family(
-        ("Lumina2Transformer2DModel", "HeliosTransformer3DModel"),
+        ("QwenImage21Transformer2DModel",),
+        _target_image,
+        _rest,
+        beside_first=True,
+        timestep=_FRACTION,
+    ),
+    Family(
+        ("Lumina2Transformer2DModel",),
         latent_grid,
         _rest,
         beside_first=True,
-        parts=("noise_refiner", "layers", "blocks"),
+        parts=("noise_refiner", "layers"),
+        timestep=_REMAINDER,
     ),
+    Family(("HeliosTransformer3DModel",), latent_grid, _rest, beside_first=True, parts=("blocks",)),
     # Latents before text
     Family(
         (
@@ -331,6 +357,12 @@ FAMILIES = (
         parts=("transformer_blocks", "single_transformer_blocks"),  # the rest refines text
     ),
     Family(("ErnieImageTransformer2DModel",), latent_grid, _beside("text_bth")),
-    Family(("HiDreamImageTransformer2DModel", "MochiTransformer3DModel"), latent_grid, _rest),
+    Family(
+        ("HiDreamImageTransformer2DModel",),
+        latent_grid,
+        _rest,
+        timestep=TimestepArgument("timesteps"),
+    ),
+    Family(("MochiTransformer3DModel",), latent_grid, _rest, timestep=None),  # it may rise
 )
 _FAMILY_OF = {name: family for family in FAMILIES for name in family.models}

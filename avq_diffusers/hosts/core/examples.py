@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.config import check_int
-from avq_diffusers.hosts.host import Host
+from avq_diffusers.hosts.core.host import Host
 
 # Arguments of the pipeline's call that `run_examples` sets.
 RUN_ARGUMENTS = ("prompt", "generator", "output_type")

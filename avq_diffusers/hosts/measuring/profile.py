@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 
 from avq_diffusers.config import SIZES, AVQConfig, Spec, check_int, check_tolerance, sizes_of
 from avq_diffusers.files import atomic_write
-from avq_diffusers.hosts.layers import LayerSpec, check_specs
-from avq_diffusers.hosts.refinement import EXACT, SpecSchedule
-from avq_diffusers.hosts.state import LayerState
-from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
+from avq_diffusers.hosts.core import (
+    EXACT,
+    NUM_TRAIN_TIMESTEPS,
+    LayerSpec,
+    LayerState,
+    SpecSchedule,
+    check_specs,
+)
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
 # Unit of times -> wording of a gain; operations say little about time on a CPU.

@@ -19,6 +19,7 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 from diffusers.models.attention_processor import (
+    Attention,
     AttnAddedKVProcessor,
     AttnProcessor,
     SlicedAttnAddedKVProcessor,
@@ -29,12 +30,29 @@ from diffusers.models.attention_processor import (
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, named_arguments
-from avq_diffusers.hosts.host import TRANSFORMER_SIZES, Host, Other, Others, Watch
-from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
-from avq_diffusers.hosts.masks import Group, joint_attention, masked_attention, read_groups
-from avq_diffusers.hosts.per_thread import PerThread
-from avq_diffusers.hosts.state import AVQ_CALL, REST, LayerState, Tokens, as_attended
+from avq_diffusers.hosts.core import (
+    ATTRIBUTE,
+    AVQ_CALL,
+    REST,
+    TIMESTEP,
+    TRANSFORMER_SIZES,
+    Host,
+    Layer,
+    LayerState,
+    Other,
+    Others,
+    PerThread,
+    Replaced,
+    TimestepArgument,
+    Tokens,
+    Watch,
+    as_attended,
+    named_arguments,
+    own_name,
+)
+from avq_diffusers.hosts.models.grids import READS_THE_GRID, Family, family_of
+from avq_diffusers.hosts.models.masks import Group, joint_attention, masked_attention, read_groups
+from avq_diffusers.hosts.models.unet import level_of
 
 # Names of a block's self-attention and joint attention; cross-attention is named differently.
 SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")
@@ -287,6 +305,10 @@ class DispatchHost(Host):
             if _is_self_attention(own_name(path), x, family.parts)
         ]
 
+    def timestep_of(self, model: nn.Module) -> TimestepArgument | None:
+        family = _family(model)
+        return TIMESTEP if family is None else family.timestep
+
     def refuse(self, model: nn.Module) -> None:
         parallel = getattr(model, "_parallel_config", None)
         if getattr(parallel, "context_parallel_config", None) is not None:
@@ -370,6 +392,49 @@ class TransformerWatch(Watch):
 
 
 DISPATCH = DispatchHost()
+
+
+class AddedHost(DispatchHost):
+    """UNets that attend to image and text at once: DeepFloyd IF, Kandinsky 2.
+
+    Their attention sits directly in the UNet blocks, without a spatial transformer; text keys come
+    before image keys.
+    """
+
+    kind = "UNet"
+    usual_sizes = Host.usual_sizes  # the UNet defaults
+
+    def find(self, module: nn.Module) -> ModelMixin | None:
+        model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
+        return model if model is not None and self.layers(model) else None
+
+    def layers(self, model: nn.Module) -> list[Layer]:
+        found = []
+        for path, block in model.named_modules():
+            for place, attn in enumerate(getattr(block, "attentions", ())):
+                if isinstance(attn, Attention) and attn.added_kv_proj_dim is not None:
+                    name = own_name(f"{path}.attentions.{place}")
+                    shape = attn.heads, attn.inner_dim // attn.heads
+                    layer = Layer(
+                        name, level_of(model, name), *shape, attn, block, attn.group_norm, None
+                    )
+                    found.append(layer)
+        return found
+
+    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
+        return _BlockWatch(self, layers, others)
+
+
+class _BlockWatch(TransformerWatch):
+    """The hooks of a block; the block's input is the grid."""
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        grid, dtype = hidden_states.shape[-2:], self.layers[0].anchor.weight.dtype
+        self.enter(caller, Tokens(hidden_states, dtype, grid, {"": REST}, beside_first=True))
+
+
+ADDED = AddedHost()
 
 
 def _backend_of(attn: Any) -> AttentionBackendName | None:

@@ -6,13 +6,11 @@ from typing import Any, TypeVar
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from avq_diffusers.hosts.added import ADDED
-from avq_diffusers.hosts.dispatch import DISPATCH
-from avq_diffusers.hosts.host import Hosted
-from avq_diffusers.hosts.joint import JOINT
-from avq_diffusers.hosts.layers import Layer, chosen_layers, entrance_of
-from avq_diffusers.hosts.unet import FOR_UNETS, UNET, AVQProcessor
-from avq_diffusers.hosts.vision import VISION
+from avq_diffusers.hosts.core import Hosted, Layer, chosen_layers, entrance_of
+from avq_diffusers.hosts.models.dispatch import ADDED, DISPATCH
+from avq_diffusers.hosts.models.joint import JOINT
+from avq_diffusers.hosts.models.unet import FOR_UNETS, UNET, AVQProcessor
+from avq_diffusers.hosts.models.vision import VISION
 
 # One per kind of model; the first that recognises a model gets it.
 HOSTS = (ADDED, UNET, JOINT, DISPATCH, VISION)

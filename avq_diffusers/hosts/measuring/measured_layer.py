@@ -14,12 +14,9 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.exact import exact_attention
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import AVQConfig, Spec
-from avq_diffusers.hosts.exact_run import ExactRun, Repeat, squared
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, LayerEffects
-from avq_diffusers.hosts.refinement import EXACT
-from avq_diffusers.hosts.routing import kept_milliseconds
-from avq_diffusers.hosts.state import LayerState
+from avq_diffusers.hosts.core import EXACT, LayerSpec, LayerState, kept_milliseconds
+from avq_diffusers.hosts.measuring.exact_run import ExactRun, Repeat, squared
+from avq_diffusers.hosts.measuring.profile import MILLISECONDS, OPERATIONS, LayerEffects
 
 # From fast to exact. On real keys, more parents and refined parents pay off first, then exact keys.
 LADDER = (

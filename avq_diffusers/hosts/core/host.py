@@ -1,35 +1,28 @@
-"""How a kind of model runs AVQ: the contract of its adapter, and what all kinds share.
+"""How a kind of model runs AVQ: the contract of its adapter.
 
-An adapter (`unet`, `added`, `joint`, `dispatch`, `vision`) knows which layers a model has, where to
-read the grid of a call, and how to replace a layer's attention. Installing and undoing, beginning
-and ending calls, and reporting what else runs in a layer are written here once.
+An adapter (`unet`, `joint`, `dispatch`, `vision`) knows which layers a model has, where to read the
+grid of a call, and how to replace a layer's attention. Beginning and ending calls and reporting
+what else runs in a layer are written here once; `install` puts AVQ into a model.
 """
 
-import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from platformdirs import user_cache_path
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from avq_diffusers.attention import self_check
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.checkpointing import forget_calls, keep_calls
-from avq_diffusers.hosts.interception import active_backend
-from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
-from avq_diffusers.hosts.state import LayerState, Tokens
-from avq_diffusers.hosts.timesteps import Timesteps, argument_of
+from avq_diffusers.hosts.core.checkpointing import keep_calls
+from avq_diffusers.hosts.core.layers import Layer, Replaced
+from avq_diffusers.hosts.core.state import LayerState, Tokens
+from avq_diffusers.hosts.core.timesteps import TIMESTEP, TimestepArgument, Timesteps
 
 # For diffusers transformers. On mini-sd3 with 4096 tokens, PSNR to exact attention's images is
 # 31 dB, against 20 dB with M64P16C8 (`eval/results/tolerance.md`).
 TRANSFORMER_SIZES = "M128P32C8E1024"
-# One thread at a time applies AVQ, removes it, or sets sizes.
-CHANGES = threading.RLock()
 
 
 class Other(NamedTuple):
@@ -80,6 +73,10 @@ class Host(ABC):
         """The usual sizes at the model's finest level with self-attention."""
         levels = [layer.level for layer in self.layers(model)]
         return AVQConfig.parse(self.usual_sizes, levels=(min(levels, default=0),))
+
+    def timestep_of(self, model: nn.Module) -> TimestepArgument | None:
+        """The argument that tells a model the training timestep; None if nothing does."""
+        return TIMESTEP
 
     def refuse(self, model: nn.Module) -> None:  # noqa: B027 (most kinds refuse nothing)
         """Refuse a model whose current state rules out AVQ.
@@ -149,7 +146,7 @@ class Hosted(NamedTuple):
     @property
     def timesteps(self) -> Timesteps | None:
         """A reader of its calls' timesteps, which sizes may follow; None if they have none."""
-        argument = argument_of(type(self.model)) if self.host.has_prompts else None
+        argument = self.host.timestep_of(self.model)
         return argument and Timesteps(type(self.model), argument)
 
 
@@ -227,146 +224,3 @@ class Watch(ABC):
             state = layer.avq_state
             if state is not None:
                 state.leave()
-
-
-class Hooks:
-    """AVQ's hooks on a module that calls layers, or on a model with a schedule.
-
-    Attributes:
-        watch: begins and ends the calls of layers; None on a model that does not call them itself.
-        scheduler: sets sizes by timestep; None without a schedule. Has `attach`, like `Watch`.
-        handles: handles of the registered hooks.
-    """
-
-    def __init__(self, watch: Watch | None) -> None:
-        self.watch = watch
-        self.scheduler: Any = None
-        self.handles: list[RemovableHandle] = []
-
-    def attach(self, module: nn.Module) -> None:
-        # The scheduler first: the watch looks at the sizes of the call that it begins.
-        for part in (self.scheduler, self.watch):
-            if part is not None:
-                self.handles += part.attach(module)
-
-    def detach(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-
-
-class _Carried(NamedTuple):
-    """What AVQ keeps on a module, and for a layer also its attention."""
-
-    module: Any
-    own: Any
-    ours: Any
-
-
-@contextmanager
-def all_or_nothing(models: Iterable[Hosted]) -> Iterator[None]:
-    """Change the AVQ of models inside the `with` block; on failure, restore them."""
-    with CHANGES:
-        earlier = {hosted: _carried(hosted) for hosted in models}
-        try:
-            yield
-        except BaseException:
-            for hosted, carried in earlier.items():
-                _take_off(hosted)
-                _put_back(hosted, carried)
-            raise
-
-
-def install(of_models: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
-    """Run layers with these states in place of all earlier ones, or change nothing."""
-    self_check.folder = user_cache_path("avq-diffusers") / "checks"
-    with all_or_nothing(of_models):
-        for hosted, states in of_models.items():
-            _take_off(hosted)
-            _put_on(hosted, states, stacklevel=4)  # of `apply_avq` or the processor
-
-
-def uninstall(models: Iterable[Hosted]) -> None:
-    """Put the original attention back and leave no trace of AVQ."""
-    with CHANGES:
-        for hosted in models:
-            _take_off(hosted)
-
-
-@contextmanager
-def installed(hosted: Hosted, states: Mapping[Layer, LayerState]) -> Iterator[None]:
-    """Run layers with these states inside the `with` block, then with the previous ones."""
-    with all_or_nothing([hosted]):
-        earlier = _carried(hosted)
-        _take_off(hosted)
-        _put_on(hosted, states)
-    try:
-        yield
-    finally:
-        with CHANGES:
-            _take_off(hosted)
-            _put_back(hosted, earlier)
-
-
-def hooks_of(module: nn.Module) -> Hooks:
-    """A module's hooks, created if it has none."""
-    return vars(module).setdefault(ATTRIBUTE, Hooks(None))
-
-
-def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int = 2) -> None:
-    host = hosted.host
-    # Read all before replacing any: layers may share a processor.
-    for layer, state in states.items():
-        state.previous = host.attention_of(layer.attn)
-    by_caller: dict[nn.Module, list[Layer]] = {}
-    for layer, state in states.items():
-        by_caller.setdefault(layer.caller, []).append(layer)
-        vars(layer.attn)[ATTRIBUTE] = state
-        host.give_avq(layer.attn, state)
-        if host.is_of_diffusers:
-            state.usual_backend = active_backend()
-        weight = getattr(layer.anchor, "weight", layer.anchor)
-        device, dtype = weight.device, weight.dtype
-        if device.type != "meta":  # where accelerate's offload keeps weights between calls
-            state.weights.move_to(device, dtype)
-            # In case the model is compiled before its first call.
-            images = torch.empty(host.usual_batch, 1, 1, dtype=dtype, device=device)
-            workload = state.workload(images, state.config.spec)
-            state.route.learn(workload, device)
-    others = Others(host, [*states])
-    for caller, layers in by_caller.items():
-        hooks = vars(caller)[ATTRIBUTE] = Hooks(host.watch(layers, others))
-        hooks.attach(caller)
-    others.warn(stacklevel)
-
-
-def _carried(hosted: Hosted) -> list[_Carried]:
-    carried = []
-    for module in hosted.model.modules():
-        own = vars(module).get(ATTRIBUTE) or module._modules.get(ATTRIBUTE)
-        if own is not None:
-            ours = None if isinstance(own, Hooks) else hosted.host.attention_of(module)
-            carried.append(_Carried(module, own, ours))
-    return carried
-
-
-def _take_off(hosted: Hosted) -> None:
-    host = hosted.host
-    for module in hosted.model.modules():
-        forget_calls(module)
-        own = vars(module).pop(ATTRIBUTE, None) or module._modules.pop(ATTRIBUTE, None)
-        if isinstance(own, Hooks):
-            own.detach()
-        elif own is not None:
-            host.restore(module, own, hosted.model)
-    host.tidy(hosted.model)
-
-
-def _put_back(hosted: Hosted, carried: Sequence[_Carried]) -> None:
-    for module, own, ours in carried:
-        setattr(module, ATTRIBUTE, own)
-        if not isinstance(own, Hooks):
-            hosted.host.reinstate(module, own, ours)
-    for module, own, _ in carried:  # after all layers: hooks look up the layers' states
-        if isinstance(own, Hooks):
-            own.attach(module)

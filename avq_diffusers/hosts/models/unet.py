@@ -37,27 +37,30 @@ from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.attention.api import check_backend
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.host import (
+from avq_diffusers.hosts.core import (
+    ATTRIBUTE,
+    AVQ_CALL,
     CHANGES,
-    Host,
-    Hosted,
-    Other,
-    Others,
-    Watch,
-    all_or_nothing,
-    install,
-)
-from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
-from avq_diffusers.hosts.projection import project
-from avq_diffusers.hosts.routing import check_route
-from avq_diffusers.hosts.sources import (
     CONFIG_FIELDS,
     AVQSource,
+    Host,
+    Hosted,
+    Layer,
+    LayerState,
+    Other,
+    Others,
+    Replaced,
+    Tokens,
+    Watch,
+    all_or_nothing,
     check_known,
+    check_route,
+    install,
     make_states,
+    own_name,
+    project,
     resolved_source,
 )
-from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
 
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
 # Their self-attention is exact. Subclasses may do something else.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
@@ -17,11 +17,10 @@ from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
-from avq_diffusers.hosts.interception import backend_interception, score_interception
-from avq_diffusers.hosts.layer_weights import LayerWeights
-from avq_diffusers.hosts.layers import LayerSpec, Replaced
-from avq_diffusers.hosts.per_thread import PerThread
-from avq_diffusers.hosts.routing import LayerRoute, Trial, Workload, next_power_of_two
+from avq_diffusers.hosts.core.interception import backend_interception, score_interception
+from avq_diffusers.hosts.core.layers import LayerSpec, Replaced
+from avq_diffusers.hosts.core.routing import LayerRoute, Trial, Workload, next_power_of_two
+from avq_diffusers.hosts.core.weights import LayerWeights
 
 AVQ_CALL = "AVQ"
 OUTSIDE = "outside a call of the model"
@@ -30,6 +29,7 @@ NO_BACKWARD = -1
 REST = -1  # everything else in a layer's sequence is beside the grid
 _DISABLING = threading.Lock()
 
+Value = TypeVar("Value")
 # Height and width, preceded by frames for videos; or why there is no single grid.
 Grid: TypeAlias = tuple[int, ...] | str
 # Computes a call; returns the output and the name of the backend. `attend` is one.
@@ -72,6 +72,38 @@ class Call(NamedTuple):
     backward: int
     num_beside: int = 0
     beside_first: bool = False
+
+
+class PerThread(Generic[Value]):
+    """A value that each thread sets for itself.
+
+    Compiled code reads the value that any thread set last.
+
+    Args:
+        value: initial value.
+        shared: whether threads and copies that have not set a value read the one set last; if
+            False, they read the initial one.
+    """
+
+    def __init__(self, value: Value, *, shared: bool = True) -> None:
+        self.first = self.last = value
+        self.shared = shared
+        self.own = _ThreadLocal()
+
+    def set(self, value: Value) -> None:
+        self.last = value
+        if not torch.compiler.is_compiling():
+            self.own.value = value
+
+    def get(self) -> Value:
+        if torch.compiler.is_compiling():
+            return self.last
+        return getattr(self.own, "value", self.last if self.shared else self.first)
+
+
+class _ThreadLocal(threading.local):
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _ThreadLocal, ()
 
 
 class LayerState(Replaced):

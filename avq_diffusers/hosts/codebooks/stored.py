@@ -29,8 +29,7 @@ from avq_diffusers.codebook.tensor_files import (
 )
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_save
-from avq_diffusers.hosts.layer_weights import LayerWeights
-from avq_diffusers.hosts.layers import LayerSpec, check_specs
+from avq_diffusers.hosts.core import LayerSpec, LayerWeights, check_specs
 
 FORMAT_VERSION = 2
 # Projection parameters and their number of dimensions; the weights are square in every UNet.

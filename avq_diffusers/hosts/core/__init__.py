@@ -1,0 +1,5 @@
+"""The contract of hosts: layers, their state, installing and undoing, routes, schedules."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,27 @@
+from .registry import (
+    AnyModel,
+    all_models_of,
+    has_unet,
+    main_model,
+    models_of,
+    name_of,
+    select_layers,
+    unet_of,
+    unwrapped,
+)
+from .unet import UNET, AVQProcessor, prepare
+
+__all__ = [
+    "UNET",
+    "AVQProcessor",
+    "AnyModel",
+    "all_models_of",
+    "has_unet",
+    "main_model",
+    "models_of",
+    "name_of",
+    "prepare",
+    "select_layers",
+    "unet_of",
+    "unwrapped",
+]
