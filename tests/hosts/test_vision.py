@@ -35,11 +35,11 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.vit import modeling_vit
 
+from avq_diffusers import apply_avq, remove_avq, select_layers, summary
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks.stored import AVQCodebooks
 from avq_diffusers.hosts.core import state as layer_state
 from avq_diffusers.hosts.models import vision
-from avq_diffusers.vision import apply_avq, remove_avq, select_layers, summary
 
 EVERY_KEY = AVQConfig.parse("M8P8C4E64", query_tile=16)  # of 8 x 8 patches
 

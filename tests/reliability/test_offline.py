@@ -56,7 +56,7 @@ mark()
 import avq_diffusers
 for name in avq_diffusers.__all__:
     getattr(avq_diffusers, name)
-import avq_diffusers.vision
+import avq_diffusers.hosts.verbs
 mark()
 assert flags() == before
 assert not torch.cuda.is_initialized()

@@ -2,7 +2,6 @@ from .arguments import named_arguments
 from .examples import as_examples, checked_examples, lacks_memory, run_examples
 from .host import TRANSFORMER_SIZES, Host, Hosted, Other, Others, Watch
 from .install import CHANGES, all_or_nothing, install, installed, uninstall
-from .interception import AVQ_NAME, DEFAULT_BACKEND
 from .layers import (
     ATTRIBUTE,
     COMPILED,
@@ -67,11 +66,9 @@ from .weights import LayerWeights, project
 __all__ = [
     "ATTRIBUTE",
     "AVQ_CALL",
-    "AVQ_NAME",
     "CHANGES",
     "COMPILED",
     "CONFIG_FIELDS",
-    "DEFAULT_BACKEND",
     "DISABLED",
     "EXACT",
     "NUM_TRAIN_TIMESTEPS",

@@ -2,12 +2,9 @@
 
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch.overrides import _get_current_function_mode_stack
 
 _SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
-AVQ_NAME = "avq"  # of the backend of `register_backend`
-DEFAULT_BACKEND = AttentionBackendName(DIFFUSERS_ATTN_BACKEND)
 
 
 def score_interception() -> str | None:
@@ -23,8 +20,7 @@ def score_interception() -> str | None:
 
 def active_backend() -> AttentionBackendName:
     """The exact diffusers backend of layers that set none themselves, at this moment."""
-    backend = _AttentionBackendRegistry._active_backend
-    return DEFAULT_BACKEND if backend == AVQ_NAME else backend
+    return _AttentionBackendRegistry._active_backend
 
 
 def backend_interception(usual: AttentionBackendName | None) -> str | None:
