@@ -17,14 +17,13 @@ from avq_diffusers.cli.images import (
     training_size,
 )
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, check_text
 from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
 from avq_diffusers.hosts.refinement import refinable_parents
 from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
-from avq_diffusers.options import check_text
 
 LARGEST_SEED = 2**32 - 1
 MOST_CHARACTERS = 5000  # per prompt; no text encoder reads that many

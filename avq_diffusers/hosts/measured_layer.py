@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.config import AVQConfig, Sizes
@@ -126,10 +125,13 @@ class MeasuredLayer:
         if not self.times:
             self.num_tokens = key.shape[2]
             rungs = {x: partial(avq, _sizes(x)) for x in self._ladder(key)}
-            if key.is_cuda:
-                self._compile(rungs.values(), key.device)
             attentions = {**rungs, EXACT: exact_attention}
+            if key.is_cuda:
+                self.run.progress.note("compiling kernels")
+                self._compile(rungs.values(), key.device)
             self.times = {x: self._time(x, key, attend) for x, attend in attentions.items()}
+            if key.is_cuda:
+                self.run.progress.note("")
         if self.is_probed:
             norm = float(exact.float().square().sum())
             errors = [squared([avq(_sizes(x))], [exact]) for x in self.sizes]
@@ -222,9 +224,7 @@ class MeasuredLayer:
                 call()
 
         with ThreadPoolExecutor() as pool:
-            done = pool.map(run, calls)
-            hidden = self.run.bar.disable
-            list(tqdm(done, "kernels", total=len(calls), leave=False, disable=hidden))
+            list(pool.map(run, calls))  # waits, and raises an error of a thread
 
 
 def _sizes(text: str) -> Sizes:

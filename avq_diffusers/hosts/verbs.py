@@ -218,7 +218,7 @@ def _resolved(
             )
         check_source(source)
         return source
-    checked_tolerance(tolerance)
+    tolerance = checked_tolerance(tolerance)
     if isinstance(source, ErrorProfile):
         if given:
             raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(given)}.")
@@ -236,7 +236,8 @@ def _resolved(
                 f"a tolerance needs {host.examples}=... to measure this model on once, or an "
                 f"ErrorProfile."
             )
-        profile = measure_error(pipe, examples, source, **measurement)
+        name = f"measuring layers for a tolerance of {100 * tolerance:g} %"
+        profile = measure_error(pipe, examples, source, **_with_name(measurement, name))
         kept.save(profile, examples)
     return profile
 
@@ -244,7 +245,7 @@ def _resolved(
 def _still_holds(
     pipe: DiffusionPipeline | nn.Module,
     profile: ErrorProfile,
-    tolerance: Any,
+    tolerance: float,
     examples: Any,
     measurement: Mapping[str, Any],
 ) -> bool:
@@ -261,7 +262,8 @@ def _still_holds(
     if examples is None:
         return True
     allocation = profile.within(tolerance)
-    run = {**measurement, "parts": len(profile.shares), "progress": False}
+    name = f"checking the kept profile for a tolerance of {100 * tolerance:g} %"
+    run = {**_with_name(measurement, name), "parts": len(profile.shares)}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
     ((error,),) = output_errors(
         pipe, one, [allocation.choices], profile.config, weights=profile.weights, **run
@@ -274,6 +276,12 @@ def _still_holds(
         stacklevel=4,
     )
     return False
+
+
+def _with_name(measurement: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Arguments of a measurement whose progress bar has this name unless it has its own."""
+    given = measurement.get("progress", True)
+    return {**measurement, "progress": name if given is True else given}
 
 
 def remove_avq(pipe: AnyModel) -> AnyModel:

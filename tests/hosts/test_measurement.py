@@ -5,7 +5,9 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from threading import Barrier, BrokenBarrierError
+from typing import ClassVar
 
 import pytest
 import tomesd
@@ -15,6 +17,7 @@ from diffusers import (
     EDMEulerScheduler,
     FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
+    HeunDiscreteScheduler,
     IFPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusionPipeline,
@@ -34,11 +37,12 @@ from avq_diffusers import (
     remove_avq,
     set_num_refined,
 )
-from avq_diffusers.hosts import measured_layer, measurement, routing
+from avq_diffusers.hosts import kept_profiles, measured_layer, measurement, progress, routing
 from avq_diffusers.hosts.exact_run import ExactRun
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.measurement import output_errors
+from avq_diffusers.hosts.progress import Progress
 from avq_diffusers.hosts.timesteps import sampling_weights, step_weight
 
 PROMPT = "a red fox"
@@ -323,6 +327,97 @@ def test_refused(make, examples, arguments, error, message):
         measure_error(make(), examples, **arguments)
 
 
+class Bar(tqdm):
+    """A progress bar that is kept, with how far it got after each update."""
+
+    shown: ClassVar[list] = []
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.told, self.reached = self.total, [0]
+        self.shown.append(self)
+
+    def update(self, number=1):
+        super().update(number)
+        self.reached.append(self.n)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    for module in (progress, routing):
+        monkeypatch.setattr(module, "tqdm", Bar)
+    monkeypatch.setattr(measurement, "CHECKED", (0.02,))
+    monkeypatch.setattr(measurement, "MOST_REPEATED", 8)
+    monkeypatch.setattr(Bar, "shown", [])
+    return Bar.shown
+
+
+class TestProgress:
+    """One bar, whose total is known at the start and reached at the end, never passed."""
+
+    @pytest.mark.parametrize(
+        ("make", "examples", "arguments"),
+        [
+            (
+                lambda: tiny_pipe(small_unet()),
+                [PROMPT, "a dog"],
+                {"height": 64, "width": 64, "num_inference_steps": 2, "parts": 2},
+            ),
+            (
+                sd3_pipe,
+                [PROMPT],
+                {"height": 32, "width": 48, "max_sequence_length": 8, "num_inference_steps": 2},
+            ),
+            (partial(tiny_vision, "dinov2"), images(), {}),
+        ],
+        ids=["unet", "transformer", "vision"],
+    )
+    def test_it_counts_model_calls(self, bars, make, examples, arguments):
+        """Catches calls that are not counted, and a total that only counts the exact ones."""
+        pipe, calls = make(), []
+        model = getattr(pipe, "unet", getattr(pipe, "transformer", pipe))
+        with model.register_forward_pre_hook(lambda *_: calls.append(1)):
+            measure_error(pipe, examples, CONFIG, **arguments)
+        (bar,) = bars
+        assert bar.desc == "measuring layers"
+        assert bar.unit == "call"
+        assert bar.told == bar.total == bar.n == len(calls)
+        assert sorted({*bar.reached}) == [*range(bar.n + 1)]
+
+    def test_more_calls_than_planned(self, bars, pipe):
+        """Catches a bar that is full long before the end."""
+        pipe.scheduler = HeunDiscreteScheduler()
+        measure(pipe, parts=1, progress=True)
+        (bar,) = bars
+        assert bar.told == bar.total == bar.n == max(bar.reached)
+        busy = sum(x < bar.n for x in bar.reached)
+        assert busy > 0.8 * len(bar.reached)
+
+    def test_fewer_calls_than_planned(self, bars):
+        """Catches a bar that stops at half."""
+        pipe = sd3_pipe(StableDiffusion3Img2ImgPipeline)
+        run = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
+        run |= {"height": 32, "width": 48, "num_inference_steps": 4, "parts": 1}
+        measure_error(pipe, [PROMPT], CONFIG, **run)
+        (bar,) = bars
+        assert bar.told == bar.total == bar.n
+        assert max(b - a for a, b in pairwise(bar.reached)) < bar.n / 4
+
+    def test_it_says_what_runs(self, bars, pipe, monkeypatch, tmp_path):
+        """Catches "measuring" above a kept profile, and a check without a bar."""
+        monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
+        run = {"height": 64, "width": 64, "num_inference_steps": 1, "prompt": PROMPT}
+        for _ in range(2):
+            apply_avq(pipe, CONFIG, tolerance=0.02, **run)
+        apply_avq(pipe, CONFIG, tolerance=0.02, **run, progress=False)
+        names = "measuring layers", "checking the kept profile"
+        assert [x.desc for x in bars if hasattr(x, "desc")] == [
+            f"{name} for a tolerance of 2 %" for name in names
+        ]
+        for bar in bars[:2]:
+            assert bar.told == bar.total == bar.n
+
+
 def test_one_prompt_may_be_a_string(pipe):
     assert measure_error(pipe, PROMPT, CONFIG, **SIZE, num_inference_steps=1) == measure(
         pipe, num_inference_steps=1
@@ -428,7 +523,9 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
 def test_kernels_compile_side_by_side():
     """Catches sizes that compile one after another, gradients in a thread, a lost error."""
     both, modes = Barrier(2), []
-    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(None, 1, {}, tqdm(disable=True)), None)
+    layer = MeasuredLayer(
+        SPEC, None, CONFIG, ExactRun(None, 1, {}, Progress("", [], is_shown=False), 0), None
+    )
 
     def call():
         both.wait(timeout=10)
