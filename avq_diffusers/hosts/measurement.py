@@ -24,7 +24,7 @@ from avq_diffusers.hosts.host import Hosted, installed
 from avq_diffusers.hosts.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.models import models_of
 from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, Choice, ErrorProfile, Point
-from avq_diffusers.hosts.progress import Progress
+from avq_diffusers.hosts.progress import Progress, Shown
 from avq_diffusers.hosts.sources import states_of_config
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
@@ -60,8 +60,8 @@ class Measurement:
     """Exact runs of a model on examples, with a visitor for each call.
 
     Args:
-        pipe, examples, config, num_inference_steps, parts, seed, progress, arguments: as in
-            `measure_error`.
+        pipe, examples, config, num_inference_steps, parts, seed, progress, progress_name,
+            arguments: as in `measure_error`.
     """
 
     def __init__(
@@ -73,11 +73,13 @@ class Measurement:
         num_inference_steps: int = 6,
         parts: int | None = None,
         seed: int = 0,
-        progress: bool | str = True,
+        progress: Shown = True,
+        progress_name: str | None = None,
         **arguments: Any,
     ) -> None:
         self.pipe, self.seed, self.arguments = pipe, seed, arguments
-        self.num_inference_steps, self.progress = num_inference_steps, progress
+        self.num_inference_steps = num_inference_steps
+        self.progress, self.progress_name = progress, progress_name
         self.models = models_of(pipe)
         self.host = self.models[0].host
         self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
@@ -128,10 +130,9 @@ class Measurement:
             for example in range(len(self.examples))
         ]
 
-    def shown(self, name: str, runs: Sequence[Sequence[int]]) -> Progress:
-        """A progress bar over these runs; its name may be among the arguments."""
-        given = self.progress if isinstance(self.progress, str) else name
-        return Progress(given, runs, is_shown=bool(self.progress))
+    def progress_over(self, runs: Sequence[Sequence[int]], name: str) -> Progress:
+        """The progress over these runs, by this name if none is given."""
+        return Progress(self.progress_name or name, runs, self.progress)
 
     def follow(
         self,
@@ -202,7 +203,8 @@ def measure_error(
     num_inference_steps: int = 6,
     parts: int | None = None,
     seed: int = 0,
-    progress: bool | str = True,
+    progress: Shown = True,
+    progress_name: str | None = None,
     **arguments: Any,
 ) -> ErrorProfile:
     """Measure what AVQ does to the model's output, at several sizes, one layer at a time.
@@ -225,7 +227,9 @@ def measure_error(
             None is one per two steps, at most 3. Pipelines with several models, and models whose
             calls do not tell the timestep, accept only 1. Then the errors of all calls count alike.
         seed: seeds the noise.
-        progress: show a progress bar, which counts model calls; a string is its name.
+        progress: show a progress bar, which counts model calls. A function is called in its place
+            with its name, the calls done and all calls.
+        progress_name: what the bar says; None is "measuring layers".
         **arguments: passed on to the pipeline or model, such as `height`.
 
     Returns:
@@ -247,17 +251,18 @@ def measure_error(
         parts=parts,
         seed=seed,
         progress=progress,
+        progress_name=progress_name,
         **arguments,
     )
     each = measurement.each_run
     of_parts = [calls for _ in range(measurement.parts) for calls in each]
     single = measurement.probing_runs() + (of_parts if measurement.parts > 1 else [])
     together = _with_repeats(each, len(CHECKED))
-    progress_bar = measurement.shown("measuring layers", single + together)
-    with progress_bar.shown():
-        profile = _single_layers(measurement, progress_bar)
+    done = measurement.progress_over(single + together, "measuring layers")
+    with done.open():
+        profile = _single_layers(measurement, done)
         plans = [profile.within(tolerance).choices for tolerance in CHECKED]
-        errors = _errors_of(measurement, plans, profile.weights, progress_bar, len(single))
+        errors = _errors_of(measurement, plans, profile.weights, done, len(single))
     curve = []
     for tolerance, of_examples in zip(CHECKED, errors, strict=True):
         predicted = profile.within(tolerance).error
@@ -293,8 +298,8 @@ def output_errors(
     """
     measurement = Measurement(pipe, examples, config, **arguments)
     runs = _with_repeats(measurement.each_run, len(plans))
-    progress = measurement.shown("measuring output errors", runs)
-    with progress.shown():
+    progress = measurement.progress_over(runs, "measuring output errors")
+    with progress.open():
         return _errors_of(measurement, plans, weights or {}, progress)
 
 

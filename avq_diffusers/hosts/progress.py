@@ -1,10 +1,14 @@
 """One progress bar for all runs of a measurement, with a total known before the first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import TypeAlias
 
 from tqdm import tqdm
+
+# Whether there is a bar, or a function that gets its name, the calls done and all calls.
+Shown: TypeAlias = bool | Callable[[str, int, int], None]
 
 
 class Progress:
@@ -16,12 +20,12 @@ class Progress:
     Args:
         name: what the bar says.
         runs: the model calls planned in each run of the model, by denoising step.
-        is_shown: whether there is a bar.
+        shown: as in `measure_error`.
     """
 
-    def __init__(self, name: str, runs: Sequence[Sequence[int]], *, is_shown: bool) -> None:
+    def __init__(self, name: str, runs: Sequence[Sequence[int]], shown: Shown) -> None:
         self.name = name
-        self.is_shown = is_shown
+        self.shown = shown
         ends = [*accumulate((calls for steps in runs for calls in steps), initial=0)]
         self.total = ends[-1]
         firsts = accumulate(map(len, runs), initial=0)
@@ -29,13 +33,15 @@ class Progress:
         self.bounds = [
             ends[first : first + len(steps) + 1] for first, steps in zip(firsts, runs, strict=False)
         ]
+        self.done = 0
         self.run = 0
         self.limit = 0  # at the end of the current step
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Show the bar inside the `with` block; at its end, it is full."""
-        bar = tqdm(desc=self.name, total=self.total, unit="call", disable=not self.is_shown)
+        is_hidden = self.shown is not True
+        bar = tqdm(desc=self.name, total=self.total, unit="call", disable=is_hidden)
         with bar as self.bar:
             yield
             self._reach(self.total)
@@ -58,11 +64,16 @@ class Progress:
 
     def count_call(self) -> None:
         """Note that a model call is done."""
-        self._reach(min(int(self.bar.n) + 1, self.limit))
+        self._reach(min(self.done + 1, self.limit))
 
     def note(self, text: str) -> None:
         """Say beside the bar what takes long."""
         self.bar.set_postfix_str(text)
 
     def _reach(self, calls: int) -> None:
-        self.bar.update(max(0, calls - self.bar.n))
+        if calls <= self.done:
+            return
+        self.bar.update(calls - self.done)
+        self.done = calls
+        if callable(self.shown):
+            self.shown(self.name, calls, self.total)

@@ -193,7 +193,8 @@ def _check_options(
 ) -> None:
     """Refuse options that neither `measure_error` nor the call that it measures takes."""
     run = inspect.signature(pipe.__call__ if host.has_prompts else pipe.forward).parameters
-    measuring = inspect.signature(measure_error).parameters.keys() - {"pipe", "examples", "config"}
+    own = {"pipe", "examples", "config", "progress_name"}
+    measuring = inspect.signature(measure_error).parameters.keys() - own
     known = {*inspect.signature(apply_avq).parameters, *CONFIG_FIELDS, *run, *measuring}
     # A wrapper's signature is opaque, and some models accept any name.
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in run.values())
@@ -237,7 +238,7 @@ def _resolved(
                 f"ErrorProfile."
             )
         name = f"measuring layers for a tolerance of {100 * tolerance:g} %"
-        profile = measure_error(pipe, examples, source, **_with_name(measurement, name))
+        profile = measure_error(pipe, examples, source, progress_name=name, **measurement)
         kept.save(profile, examples)
     return profile
 
@@ -263,7 +264,7 @@ def _still_holds(
         return True
     allocation = profile.within(tolerance)
     name = f"checking the kept profile for a tolerance of {100 * tolerance:g} %"
-    run = {**_with_name(measurement, name), "parts": len(profile.shares)}
+    run = {**measurement, "parts": len(profile.shares), "progress_name": name}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
     ((error,),) = output_errors(
         pipe, one, [allocation.choices], profile.config, weights=profile.weights, **run
@@ -276,12 +277,6 @@ def _still_holds(
         stacklevel=4,
     )
     return False
-
-
-def _with_name(measurement: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Arguments of a measurement whose progress bar has this name unless it has its own."""
-    given = measurement.get("progress", True)
-    return {**measurement, "progress": name if given is True else given}
 
 
 def remove_avq(pipe: AnyModel) -> AnyModel:

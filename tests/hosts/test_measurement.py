@@ -524,7 +524,7 @@ def test_kernels_compile_side_by_side():
     """Catches sizes that compile one after another, gradients in a thread, a lost error."""
     both, modes = Barrier(2), []
     layer = MeasuredLayer(
-        SPEC, None, CONFIG, ExactRun(None, 1, {}, Progress("", [], is_shown=False), 0), None
+        SPEC, None, CONFIG, ExactRun(None, 1, {}, Progress("", [], False), 0), None
     )
 
     def call():
