@@ -403,6 +403,13 @@ class TestProgress:
         assert bar.told == bar.total == bar.n
         assert max(b - a for a, b in pairwise(bar.reached)) < bar.n / 4
 
+    def test_a_function_in_place_of_the_bar(self, bars, pipe):
+        told = []
+        measure(pipe, num_inference_steps=1, progress=lambda *one: told.append(one))
+        assert all(bar.disable for bar in bars)
+        assert {(name, total) for name, _, total in told} == {("measuring layers", len(told))}
+        assert [done for _, done, _ in told] == [*range(1, len(told) + 1)]
+
     def test_it_says_what_runs(self, bars, pipe, monkeypatch, tmp_path):
         """Catches "measuring" above a kept profile, and a check without a bar."""
         monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
@@ -462,6 +469,19 @@ class TestRefusals:
             ([PROMPT], {"config": "M4P2C2"}, TypeError, "config must be an AVQConfig, but got 'M4"),
             ([PROMPT], {"config": AVQConfig(levels=(7,))}, ValueError, "no self-attention at leve"),
             ([PROMPT, " "], {}, ValueError, "prompts must not be empty, but one is"),
+            (
+                [PROMPT, "a\udcff"],
+                {},
+                ValueError,
+                "prompt must be text, .* character 2 is a lone sur",
+            ),
+            (
+                [PROMPT],
+                {"negative_prompt": "\udcff"},
+                ValueError,
+                "negative_prompt must be text, bu",
+            ),
+            ([PROMPT], {"seed": 1.5}, TypeError, "seed must be an int, but got 1.5"),
             ([PROMPT, 7], {}, TypeError, "a sequence of strings, but got 7 in it"),
             (7, {}, TypeError, "must be a string or a sequence of strings, but got 7"),
             ([], {}, ValueError, "prompts must hold at least one prompt, but got none"),
