@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from avq_diffusers.config import check_text
+
 # Editors write a byte-order mark at the start; concatenated files contain several.
 MARK = re.compile("^\ufeff", re.MULTILINE)
-# Not valid in UTF-8, but JSON can escape it.
-SURROGATE = re.compile("[\ud800-\udfff]")
 TABLES = (".csv", ".jsonl", ".tsv")
 
 
@@ -101,13 +101,11 @@ def checked_caption(value: Any, name: str) -> str:
     """Return a caption read from JSON.
 
     Raises:
-        ValueError: it is not text; the message starts with `name`.
+        ValueError: it is not text, or has a lone surrogate; the message starts with `name`.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, but is {_kind(value)}.")
-    if SURROGATE.search(value):
-        raise ValueError(f"{name} contains half of a surrogate pair.")
-    return value
+    return check_text(name, value)  # JSON can escape half of a surrogate pair
 
 
 def _kind(value: Any) -> str:

@@ -299,3 +299,19 @@ def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -
         raise ValueError(f"{name} must be at least {minimum}, but got {value}.")
     if maximum is not None and value > maximum:
         raise ValueError(f"{name} must be at most {maximum}, but got {value}.")
+
+
+def check_text(name: str, text: str) -> str:
+    """Refuse text with lone surrogates, which no tokenizer reads; errors start with `name`.
+
+    Raises:
+        ValueError: `text` has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be text, but its character {error.start + 1} is a lone surrogate, "
+            f"{text[error.start]!a}."
+        ) from error
+    return text

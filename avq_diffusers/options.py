@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.captions import read_caption_list
-from avq_diffusers.config import check_tolerance
+from avq_diffusers.config import check_text, check_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -124,18 +124,6 @@ def not_empty(text: str) -> str:
     if not text.strip():
         raise ValueError("the prompt is empty; say what the image shows.")
     return check_text("the prompt", text)
-
-
-def check_text(name: str, text: str) -> str:
-    """Refuse text with lone surrogates, which no tokenizer reads; errors start with `name`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} must be text, but its character {error.start + 1} is a lone surrogate, "
-            f"{text[error.start]!a}."
-        ) from error
-    return text
 
 
 def text_or_none(option: typer.CallbackParam, text: str | None) -> str | None:

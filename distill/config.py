@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from avq_diffusers import AVQConfig
+from avq_diffusers.config import check_text
 from distill.config_file import (
     Config,
     Count,
@@ -104,6 +105,8 @@ class SampleConfig(Config):
         super().__post_init__()
         if not self.prompts:
             raise ValueError("prompts must hold at least one prompt, but got none.")
+        for prompt in self.prompts:
+            check_text("prompts", prompt)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ def test_empty_lines_are_empty_captions_and_no_prompts(tmp_path):
         (
             "a.json",
             rb'["a", "\ud800"]',
-            r"caption 2 of .*a\.json contains half of a surrogate pair",
+            r"caption 2 of .*a\.json must be text, but its character 1 is a lone surrogate",
         ),
         ("a.jsonl", b'{"caption": "a"}', r"a\.jsonl is a table; write its captions to a \.txt"),
         ("a.CSV", b"file_name,caption", r"a\.CSV is a table"),

@@ -43,7 +43,6 @@ def generate_image(
     with dilation(pipe, request):
         if tolerance is not None:
             assert isinstance(source, AVQConfig)
-            print("measuring how each layer's attention affects the output")
             arguments = measured_on(pipe, request)
             apply_avq(pipe, source, tolerance=tolerance, route="always", **arguments)
         print("with AVQ attention")

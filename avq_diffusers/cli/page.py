@@ -17,13 +17,12 @@ from avq_diffusers.cli.images import (
     training_size,
 )
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, check_text
 from avq_diffusers.hosts.core import AVQSource, refinable_parents
 from avq_diffusers.hosts.measuring import SHOWN_TOLERANCES
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
-from avq_diffusers.options import check_text
 
 LARGEST_SEED = 2**32 - 1
 MOST_CHARACTERS = 5000  # per prompt; no text encoder reads that many
@@ -97,7 +96,7 @@ class _Events:
         )
         if shown is not None and shown.request == request:
             return [gr.skip()] * 4
-        after_step = self._after_step(visitor, progress, steps, "Exact")
+        after_step = self._after_step(visitor, _steps_of("Exact", steps, progress))
         with avq_disabled(self.pipe):
             exact = timed_image(self.pipe, request, after_step)
         return [ShownImage(request, exact), _titled("Exact", exact), None, None]
@@ -125,13 +124,17 @@ class _Events:
         if tolerance != NO_TOLERANCE:
             assert isinstance(self.source, AVQConfig)  # otherwise the page offers none
             measured = measured_on(self.pipe, request)
-            steps = measured["num_inference_steps"]
+
+            def tell(name: str, done: int, total: int) -> None:
+                progress((done, total), name.capitalize(), unit="model calls")
+
             apply_avq(
                 self.pipe,
                 self.source,
                 tolerance=float(tolerance),
                 route="always",
-                callback_on_step_end=self._after_step(visitor, progress, steps, "Measuring"),
+                progress=tell,
+                callback_on_step_end=self._after_step(visitor),
                 **measured,
             )
         else:
@@ -139,7 +142,7 @@ class _Events:
             if num_refined != self.default_refined:
                 plan = {name: min(num_refined, most) for name, most in self.parents.items()}
                 set_num_refined(self.pipe, plan)
-        after_step = self._after_step(visitor, progress, request.steps, "AVQ")
+        after_step = self._after_step(visitor, _steps_of("AVQ", request.steps, progress))
         avq = timed_image(self.pipe, request, after_step)
         likeness = f"PSNR {psnr(avq.image, shown.exact.image):.1f} dB"
         differing = difference(shown.exact.image, avq.image)
@@ -159,9 +162,9 @@ class _Events:
         self.working.discard(visitor.session_hash)
 
     def _after_step(
-        self, visitor: gr.Request, progress: gr.Progress, steps: int, title: str
+        self, visitor: gr.Request, tell: Callable[[int], None] | None = None
     ) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` that shows progress and stops cancelled and unheard runs."""
+        """A `callback_on_step_end` that tells of steps and stops cancelled and unheard runs."""
         session, event, page = visitor.session_hash, _event_of_call(), LocalContext.blocks.get(None)
         self.working.add(session)
         heard = time.monotonic()
@@ -177,11 +180,17 @@ class _Events:
             has_left |= time.monotonic() > heard + UNHEARD_SECONDS
             if has_left or session not in self.working:
                 raise gr.Error("Cancelled.", print_exception=False)
-            progress((step + 1) / steps, f"{title}, step {step + 1} of {steps}")
+            if tell is not None:
+                tell(step + 1)
             return tensors
 
         after_step.only_watches = True  # type: ignore[attr-defined]
         return after_step
+
+
+def _steps_of(title: str, steps: int, progress: gr.Progress) -> Callable[[int], None]:
+    """What shows the number of steps done."""
+    return lambda done: progress(done / steps, f"{title}, step {done} of {steps}")
 
 
 def build_page(

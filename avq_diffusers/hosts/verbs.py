@@ -205,7 +205,8 @@ def _check_options(
 ) -> None:
     """Refuse options that neither `measure_error` nor the call that it measures takes."""
     run = inspect.signature(pipe.__call__ if host.has_prompts else pipe.forward).parameters
-    measuring = inspect.signature(measure_error).parameters.keys() - {"pipe", "examples", "config"}
+    own = {"pipe", "examples", "config", "progress_name"}
+    measuring = inspect.signature(measure_error).parameters.keys() - own
     known = {*inspect.signature(apply_avq).parameters, *CONFIG_FIELDS, *run, *measuring}
     # A wrapper's signature is opaque, and some models accept any name.
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in run.values())
@@ -230,7 +231,7 @@ def _resolved(
             )
         check_source(source)
         return source
-    checked_tolerance(tolerance)
+    tolerance = checked_tolerance(tolerance)
     if isinstance(source, ErrorProfile):
         if given:
             raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(given)}.")
@@ -248,7 +249,8 @@ def _resolved(
                 f"a tolerance needs {host.examples}=... to measure this model on once, or an "
                 f"ErrorProfile."
             )
-        profile = measure_error(pipe, examples, source, **measurement)
+        name = f"measuring layers for a tolerance of {100 * tolerance:g} %"
+        profile = measure_error(pipe, examples, source, progress_name=name, **measurement)
         kept.save(profile, examples)
     return profile
 
@@ -256,7 +258,7 @@ def _resolved(
 def _still_holds(
     pipe: DiffusionPipeline | nn.Module,
     profile: ErrorProfile,
-    tolerance: Any,
+    tolerance: float,
     examples: Any,
     measurement: Mapping[str, Any],
 ) -> bool:
@@ -273,7 +275,8 @@ def _still_holds(
     if examples is None:
         return True
     allocation = profile.within(tolerance)
-    run = {**measurement, "parts": len(profile.shares), "progress": False}
+    name = f"checking the kept profile for a tolerance of {100 * tolerance:g} %"
+    run = {**measurement, "parts": len(profile.shares), "progress_name": name}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
     ((error,),) = output_errors(
         pipe, one, [allocation.choices], profile.config, weights=profile.weights, **run

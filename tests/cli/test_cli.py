@@ -293,6 +293,14 @@ def test_numbers_in_python_are_whole(arguments):
         apply_avq(two_level_pipe(), tolerance=0.1, prompt=PROMPT, progress=False, **arguments)
 
 
+def test_prompts_in_python_are_text():
+    """Catches an error from deep inside a tokenizer."""
+    with pytest.raises(
+        ValueError, match=r"^prompt must be text, but its character 6 is a lone sur"
+    ):
+        apply_avq(two_level_pipe(), tolerance=0.1, prompt="a fox\udcff", progress=False)
+
+
 def test_steps_are_timed_in_turns():
     """Catches runs one after the other, which a machine's drift sets apart, and cold steps."""
     pipe = two_level_pipe()

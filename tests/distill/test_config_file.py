@@ -185,6 +185,11 @@ def test_a_file_that_is_not_regular_is_refused(tmp_path):
         (ValueError, "image_size=60", "image_size must be a multiple of 8, but got 60."),
         (ValueError, "codebooks.decay_end=1", "decay_end must be in [0, 1), but got 1.0."),
         (ValueError, "samples.prompts=[]", "prompts must hold at least one prompt, but got none."),
+        (
+            ValueError,
+            r'samples.prompts=["\udcff"]',
+            r"prompts must be text, but its character 1 is a lone surrogate, '\udcff'.",
+        ),
         (ValueError, "precision=fp8", "must be one of fp32, fp16, bf16, but got 'fp8'."),
         (ValueError, "checkpoint_every=0", "must be at least 1 or null, but got 0."),
         (ValueError, "max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),

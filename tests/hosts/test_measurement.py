@@ -5,7 +5,9 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from threading import Barrier, BrokenBarrierError
+from typing import ClassVar
 
 import pytest
 import tomesd
@@ -15,6 +17,7 @@ from diffusers import (
     EDMEulerScheduler,
     FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
+    HeunDiscreteScheduler,
     IFPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusionPipeline,
@@ -37,10 +40,11 @@ from avq_diffusers import (
 from avq_diffusers.hosts.core import routing
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.core.timesteps import sampling_weights, step_weight
-from avq_diffusers.hosts.measuring import measured_layer, measurement
+from avq_diffusers.hosts.measuring import kept_profiles, measured_layer, measurement, progress
 from avq_diffusers.hosts.measuring.exact_run import ExactRun
 from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.measuring.measurement import output_errors
+from avq_diffusers.hosts.measuring.progress import Progress
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16)
@@ -324,6 +328,104 @@ def test_refused(make, examples, arguments, error, message):
         measure_error(make(), examples, **arguments)
 
 
+class Bar(tqdm):
+    """A progress bar that is kept, with how far it got after each update."""
+
+    shown: ClassVar[list] = []
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.told, self.reached = self.total, [0]
+        self.shown.append(self)
+
+    def update(self, number=1):
+        super().update(number)
+        self.reached.append(self.n)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    for module in (progress, routing):
+        monkeypatch.setattr(module, "tqdm", Bar)
+    monkeypatch.setattr(measurement, "CHECKED", (0.02,))
+    monkeypatch.setattr(measurement, "MOST_REPEATED", 8)
+    monkeypatch.setattr(Bar, "shown", [])
+    return Bar.shown
+
+
+class TestProgress:
+    """One bar, whose total is known at the start and reached at the end, never passed."""
+
+    @pytest.mark.parametrize(
+        ("make", "examples", "arguments"),
+        [
+            (
+                lambda: tiny_pipe(small_unet()),
+                [PROMPT, "a dog"],
+                {"height": 64, "width": 64, "num_inference_steps": 2, "parts": 2},
+            ),
+            (
+                sd3_pipe,
+                [PROMPT],
+                {"height": 32, "width": 48, "max_sequence_length": 8, "num_inference_steps": 2},
+            ),
+            (partial(tiny_vision, "dinov2"), images(), {}),
+        ],
+        ids=["unet", "transformer", "vision"],
+    )
+    def test_it_counts_model_calls(self, bars, make, examples, arguments):
+        """Catches calls that are not counted, and a total that only counts the exact ones."""
+        pipe, calls = make(), []
+        model = getattr(pipe, "unet", getattr(pipe, "transformer", pipe))
+        with model.register_forward_pre_hook(lambda *_: calls.append(1)):
+            measure_error(pipe, examples, CONFIG, **arguments)
+        (bar,) = bars
+        assert bar.desc == "measuring layers"
+        assert bar.unit == "call"
+        assert bar.told == bar.total == bar.n == len(calls)
+        assert sorted({*bar.reached}) == [*range(bar.n + 1)]
+
+    def test_more_calls_than_planned(self, bars, pipe):
+        """Catches a bar that is full long before the end."""
+        pipe.scheduler = HeunDiscreteScheduler()
+        measure(pipe, parts=1, progress=True)
+        (bar,) = bars
+        assert bar.told == bar.total == bar.n == max(bar.reached)
+        busy = sum(x < bar.n for x in bar.reached)
+        assert busy > 0.8 * len(bar.reached)
+
+    def test_fewer_calls_than_planned(self, bars):
+        """Catches a bar that stops at half."""
+        pipe = sd3_pipe(StableDiffusion3Img2ImgPipeline)
+        run = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
+        run |= {"height": 32, "width": 48, "num_inference_steps": 4, "parts": 1}
+        measure_error(pipe, [PROMPT], CONFIG, **run)
+        (bar,) = bars
+        assert bar.told == bar.total == bar.n
+        assert max(b - a for a, b in pairwise(bar.reached)) < bar.n / 4
+
+    def test_a_function_in_place_of_the_bar(self, bars, pipe):
+        told = []
+        measure(pipe, num_inference_steps=1, progress=lambda *one: told.append(one))
+        assert all(bar.disable for bar in bars)
+        assert {(name, total) for name, _, total in told} == {("measuring layers", len(told))}
+        assert [done for _, done, _ in told] == [*range(1, len(told) + 1)]
+
+    def test_it_says_what_runs(self, bars, pipe, monkeypatch, tmp_path):
+        """Catches "measuring" above a kept profile, and a check without a bar."""
+        monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
+        run = {"height": 64, "width": 64, "num_inference_steps": 1, "prompt": PROMPT}
+        for _ in range(2):
+            apply_avq(pipe, CONFIG, tolerance=0.02, **run)
+        apply_avq(pipe, CONFIG, tolerance=0.02, **run, progress=False)
+        names = "measuring layers", "checking the kept profile"
+        assert [x.desc for x in bars if hasattr(x, "desc")] == [
+            f"{name} for a tolerance of 2 %" for name in names
+        ]
+        for bar in bars[:2]:
+            assert bar.told == bar.total == bar.n
+
+
 def test_one_prompt_may_be_a_string(pipe):
     assert measure_error(pipe, PROMPT, CONFIG, **SIZE, num_inference_steps=1) == measure(
         pipe, num_inference_steps=1
@@ -368,6 +470,19 @@ class TestRefusals:
             ([PROMPT], {"config": "M4P2C2"}, TypeError, "config must be an AVQConfig, but got 'M4"),
             ([PROMPT], {"config": AVQConfig(levels=(7,))}, ValueError, "no self-attention at leve"),
             ([PROMPT, " "], {}, ValueError, "prompts must not be empty, but one is"),
+            (
+                [PROMPT, "a\udcff"],
+                {},
+                ValueError,
+                "prompt must be text, .* character 2 is a lone sur",
+            ),
+            (
+                [PROMPT],
+                {"negative_prompt": "\udcff"},
+                ValueError,
+                "negative_prompt must be text, bu",
+            ),
+            ([PROMPT], {"seed": 1.5}, TypeError, "seed must be an int, but got 1.5"),
             ([PROMPT, 7], {}, TypeError, "a sequence of strings, but got 7 in it"),
             (7, {}, TypeError, "must be a string or a sequence of strings, but got 7"),
             ([], {}, ValueError, "prompts must hold at least one prompt, but got none"),
@@ -429,7 +544,9 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
 def test_kernels_compile_side_by_side():
     """Catches sizes that compile one after another, gradients in a thread, a lost error."""
     both, modes = Barrier(2), []
-    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(None, 1, {}, tqdm(disable=True)), None)
+    layer = MeasuredLayer(
+        SPEC, None, CONFIG, ExactRun(None, 1, {}, Progress("", [], False), 0), None
+    )
 
     def call():
         both.wait(timeout=10)

@@ -213,6 +213,17 @@ class TestWithin:
         assert [line.split()[-1] for line in table.splitlines()] == ["0.05", "0.018", "4", "M4"]
         assert "M4, M8P4C2" in table.splitlines()[-1]
 
+    def test_no_text_speaks_of_operations(self):
+        """Catches a gain in operations, which reads as one in time, on a CPU."""
+        timed = profile_with((TIMES, {1000: MILD}))
+        counted = replace(timed, unit=profile.OPERATIONS)
+        for of_timed, of_counted in (
+            (str(timed), str(counted)),
+            (str(timed.within(0.02)), str(counted.within(0.02))),
+        ):
+            assert "times as fast" in of_timed
+            assert "times" not in of_counted
+
     def test_plot(self, tmp_path):
         """Catches a curve that fails where some plan has no error."""
         profile = profile_with((TIMES, {1000: MILD}), (TIMES, {1000: SHARP}))

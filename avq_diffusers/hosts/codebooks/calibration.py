@@ -81,7 +81,7 @@ def calibrate(
     host = hosted.host
     if not host.takes_codebooks:
         raise TypeError(f"a {host.kind} has no codebooks: it takes codewords from its own keys.")
-    examples = checked_examples(pipe, host, examples, arguments)
+    examples = checked_examples(pipe, host, examples, seed, arguments)
     config = host.default_config(hosted.model) if config is None else config
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
@@ -89,7 +89,6 @@ def calibrate(
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
     check_int("num_inference_steps", num_inference_steps, 1)
     check_int("keys_per_layer", keys_per_layer, 1)
-    check_int("seed", seed, 0)
     host.refuse(hosted.model)
     states = states_of_config(host.layers(hosted.model), config)
     most = max(state.config.num_parents for state in states.values())

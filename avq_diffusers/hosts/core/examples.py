@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
-from avq_diffusers.config import check_int
+from avq_diffusers.config import check_int, check_text
 from avq_diffusers.hosts.core.host import Host
 
 # Arguments of the pipeline's call that `run_examples` sets.
@@ -17,13 +17,24 @@ RUN_ARGUMENTS = ("prompt", "generator", "output_type")
 
 
 def checked_examples(
-    pipe: DiffusionPipeline | nn.Module, host: Host, examples: Any, arguments: Mapping[str, Any]
+    pipe: DiffusionPipeline | nn.Module,
+    host: Host,
+    examples: Any,
+    seed: int,
+    arguments: Mapping[str, Any],
 ) -> list[Any]:
     """Check the arguments of `run_examples` and return the examples as a list.
 
     Raises:
         TypeError, ValueError: as `measure_error`.
     """
+    check_int("seed", seed, 0)
+    for name, value in arguments.items():
+        if name in ("height", "width") and value is not None:
+            check_int(name, value, 1)
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str):
+                check_text(name, text)
     if not host.has_prompts:
         return _checked_images(examples)
     if isinstance(pipe, nn.Module):
@@ -54,6 +65,7 @@ def checked_examples(
             raise TypeError(f"prompts must be a sequence of strings, but got {prompt!r} in it.")
         if not prompt.strip():
             raise ValueError("prompts must not be empty, but one is.")
+        check_text("prompt", prompt)
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, but got none.")
     return prompts
@@ -90,14 +102,7 @@ def run_examples(
 
     Yields:
         What the pipeline or model returns, by example.
-
-    Raises:
-        TypeError, ValueError: the seed, height or width is not a whole number.
     """
-    check_int("seed", seed, 0)
-    for name in ("height", "width"):
-        if arguments.get(name) is not None:
-            check_int(name, arguments[name], 1)
     if not host.has_prompts:
         for batch in examples:
             yield pipe(pixel_values=batch, **arguments)

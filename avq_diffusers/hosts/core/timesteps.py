@@ -93,6 +93,12 @@ class Timesteps(threading.local):
             )
         return round(values.pop(), DIGITS)
 
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """The largest number that a call tells as its timestep; of any sampler."""
+        name, scale, offset = self.argument
+        told = named_arguments(self.model, args, kwargs).get(name)
+        return None if told is None else float((offset + scale * torch.as_tensor(told)).max())
+
     def _of_view(self, timestep: Tensor) -> float:
         """The timestep that a view of one number tells, mostly of a scheduler's timesteps."""
         size = timestep.untyped_storage().nbytes() // timestep.element_size()

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core import (
@@ -21,6 +20,7 @@ from avq_diffusers.hosts.core import (
     starts_of_parts,
     step_weight,
 )
+from avq_diffusers.hosts.measuring.progress import Progress
 
 # What layers run in a repeated call, by layer name; the rest run exact attention.
 Trial: TypeAlias = Mapping[str, Spec | None]
@@ -37,35 +37,48 @@ class ExactRun:
         scheduler: the pipeline's scheduler; None without one.
         parts: number of parts of the denoising to keep apart. With one, all calls count alike.
         plan: what layers run in place of exact attention, by the start of a part.
-        bar: advances by one per exact call, and shows the number of repeated ones.
+        progress: counts the model's calls, exact and repeated.
+        first_run: number of the first run in `progress`.
 
     Attributes:
         start: the timestep at which the current part begins.
         weight: weight of the current call's error.
-        repeated: number of repeated calls.
         number: index of the current call, over all examples.
         example: index of the current example.
+        timestep: what the last call told; None if nothing.
+        step: number of denoising steps of the current example before that timestep.
         depth: nesting depth of model calls.
         trial: what the current call runs; None is exact attention.
     """
 
-    def __init__(self, scheduler: Any, parts: int, plan: Mapping[int, Trial], bar: tqdm) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        parts: int,
+        plan: Mapping[int, Trial],
+        progress: Progress,
+        first_run: int,
+    ) -> None:
         self.scheduler = scheduler
         self.parts = parts
         self.starts = {NUM_TRAIN_TIMESTEPS: NUM_TRAIN_TIMESTEPS}
         self.plan = plan
-        self.bar = bar
-        self.repeated = 0
+        self.progress = progress
+        self.first_run = first_run
         self.start = NUM_TRAIN_TIMESTEPS
         self.weight = 1.0
         self.number = -1
         self.example = -1
+        self.timestep: float | None = None
+        self.step = -1
         self.depth = 0
         self.trial: Trial | None = None
 
     def follow(self, examples: Iterable[Any]) -> Iterator[Any]:
         """The examples, counted."""
         for self.example, example in enumerate(examples):
+            self.timestep, self.step = None, -1
+            self.progress.begin_run(self.first_run + self.example)
             yield example
 
     @contextmanager
@@ -82,14 +95,14 @@ class ExactRun:
                     exact = tensors_of(output)
 
                     def repeat(trial: Trial) -> float:
-                        self.repeated += 1
-                        self.bar.set_postfix(repeated=self.repeated)
                         self.trial = trial
                         try:
                             return squared(tensors_of(model(*args, **kwargs)), exact)
                         finally:
                             self.trial = None
+                            self.progress.count_call()
 
+                    self.progress.count_call()
                     visit(squared(exact), repeat)
             finally:
                 self.depth -= 1
@@ -108,19 +121,34 @@ class ExactRun:
         if self.depth > 1:
             return
         self.number += 1
-        self.bar.update()
+        self._follow_steps(None if timesteps is None else timesteps.told(args, kwargs))
         if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
                 if self.number == 0:
                     steps = self.scheduler.timesteps.tolist()
-                    # img2img skips steps; a call that fills a cache comes before all of them.
-                    left = [step for step in steps if step <= rounded_up(timestep)]
-                    starts = starts_of_parts(left or steps, self.parts)
+                    starts = starts_of_parts(_left(steps, timestep), self.parts)
                     self.starts = {start: start for start in starts}
                 self.start = at_timestep(self.starts, timestep)
                 self.weight = step_weight(self.scheduler, timestep)
         self.trial = self.plan.get(self.start)
+
+    def _follow_steps(self, timestep: float | None) -> None:
+        """Tell the progress if this call, at `timestep` if it tells one, begins a step."""
+        if timestep is not None and timestep == self.timestep:
+            return
+        self.timestep, self.step = timestep, self.step + 1
+        steps = getattr(self.scheduler, "timesteps", None)
+        if timestep is None or steps is None:
+            self.progress.begin_step(self.step)
+        else:
+            self.progress.begin_step(self.step, len({*_left(steps.tolist(), timestep)}))
+
+
+def _left(steps: list[float], timestep: float) -> list[float]:
+    """The scheduler's steps from a call's timestep on."""
+    # img2img skips steps; a call that fills a cache comes before all of them.
+    return [step for step in steps if step <= rounded_up(timestep)] or steps
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.exact import exact_attention
@@ -117,10 +116,13 @@ class MeasuredLayer:
         if not self.times:
             self.num_tokens = key.shape[2]
             rungs = {x: partial(avq, self._spec(x)) for x in self._ladder(key)}
-            if key.is_cuda:
-                self._compile(rungs.values(), key.device)
             attentions = {**rungs, EXACT: partial(exact_attention, tensors)}
+            if key.is_cuda:
+                self.run.progress.note("compiling kernels")
+                self._compile(rungs.values(), key.device)
             self.times = {x: self._time(x, key, call) for x, call in attentions.items()}
+            if key.is_cuda:
+                self.run.progress.note("")
         if self.is_probed:
             norm = float(exact.float().square().sum())
             errors = [squared([avq(self._spec(x))], [exact]) for x in self.sizes]
@@ -216,6 +218,4 @@ class MeasuredLayer:
                 call()
 
         with ThreadPoolExecutor() as pool:
-            done = pool.map(run, calls)
-            hidden = self.run.bar.disable
-            list(tqdm(done, "kernels", total=len(calls), leave=False, disable=hidden))
+            list(pool.map(run, calls))  # waits, and raises an error of a thread

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from avq_diffusers.config import AVQConfig, check_int
 from avq_diffusers.hosts.core import (
@@ -39,6 +38,7 @@ from avq_diffusers.hosts.measuring.profile import (
     Point,
 )
 from avq_diffusers.hosts.models import models_of
+from avq_diffusers.hosts.measuring.progress import Progress, Shown
 
 # Repeated calls with one layer in AVQ, over all layers: on an H200 they take up to a minute for
 # SD1.5 at 1024 pixels, and up to three for Flux at 2048.
@@ -72,8 +72,8 @@ class Measurement:
     """Exact runs of a model on examples, with a visitor for each call.
 
     Args:
-        pipe, examples, config, num_inference_steps, parts, seed, progress, arguments: as in
-            `measure_error`.
+        pipe, examples, config, num_inference_steps, parts, seed, progress, progress_name,
+            arguments: as in `measure_error`.
     """
 
     def __init__(
@@ -85,14 +85,16 @@ class Measurement:
         num_inference_steps: int = 6,
         parts: int | None = None,
         seed: int = 0,
-        progress: bool = True,
+        progress: Shown = True,
+        progress_name: str | None = None,
         **arguments: Any,
     ) -> None:
         self.pipe, self.seed, self.arguments = pipe, seed, arguments
-        self.num_inference_steps, self.progress = num_inference_steps, progress
+        self.num_inference_steps = num_inference_steps
+        self.progress, self.progress_name = progress, progress_name
         self.models = models_of(pipe)
         self.host = self.models[0].host
-        self.examples = checked_examples(pipe, self.host, examples, arguments)
+        self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
         self.scheduler = getattr(pipe, "scheduler", None)
         _check_steps(num_inference_steps, 1 if parts is None else parts)
         has_timesteps = len(self.models) == 1 and self.models[0].timesteps is not None
@@ -107,39 +109,69 @@ class Measurement:
         model = self.models[0].model
         self.config = self.host.default_config(model) if config is None else config
         _check_measured(self.config)
+        for hosted in self.models:
+            hosted.host.refuse(hosted.model)
+            if getattr(hosted.model, "is_cache_enabled", False):
+                raise ValueError(
+                    "a diffusers cache reuses results of earlier calls, which repeated calls "
+                    "would disturb; measure before enable_cache."
+                )
+
+    @property
+    def num_steps(self) -> int:
+        """The denoising steps of a run, of which each calls the model once or more often."""
+        return self.num_inference_steps if self.host.has_prompts else 1
+
+    @property
+    def each_run(self) -> list[list[int]]:
+        """One model call per step, in the run of each example: a plan for `progress`."""
+        return [[1] * self.num_steps for _ in self.examples]
+
+    def probing_runs(self) -> list[list[int]]:
+        """The model calls in runs that probe layers, by example and step."""
+        num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
+        turns = self._turns(num_layers)
+        coarse = 1 if self.parts > 1 else 0
+
+        def calls(example: int, step: int) -> int:
+            first = (example * self.num_steps + step + example) % turns
+            return 1 + 2 * len(range(first, num_layers, turns)) + coarse
+
+        return [
+            [calls(example, step) for step in range(self.num_steps)]
+            for example in range(len(self.examples))
+        ]
+
+    def progress_over(self, runs: Sequence[Sequence[int]], name: str) -> Progress:
+        """The progress over these runs, by this name if none is given."""
+        return Progress(self.progress_name or name, runs, self.progress)
 
     def follow(
         self,
-        description: str,
+        progress: Progress,
         visit: Callable[[Call], None],
         *,
+        first_run: int = 0,
         is_probed: bool = False,
         plan: Mapping[int, Trial] | None = None,
     ) -> tuple[dict[Hosted, list[MeasuredLayer]], list[Tensor]]:
         """Run all examples and visit each call.
 
         Args:
-            description: label of the progress bar.
+            progress: counts the model's calls.
             visit: called with each call.
+            first_run: number of the first example's run in `progress`.
             is_probed: whether to measure the errors of the layers' own attention.
             plan: what layers run in place of exact attention, by the start of a part.
 
         Returns:
             The layers of each model and, with several parts, the final latents.
         """
-        total = _num_calls(self.host, self.examples, self.num_inference_steps)
-        bar = tqdm(desc=description, unit=" calls", total=total, disable=not self.progress)
-        run = ExactRun(self.scheduler, self.parts, plan or {}, bar)
+        run = ExactRun(self.scheduler, self.parts, plan or {}, progress, first_run)
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
-        with bar, ExitStack() as stack:
+        with ExitStack() as stack:
             for hosted in self.models:
-                hosted.host.refuse(hosted.model)
-                if getattr(hosted.model, "is_cache_enabled", False):
-                    raise ValueError(
-                        "a diffusers cache reuses results of earlier calls, which repeated calls "
-                        "would disturb; measure before enable_cache."
-                    )
                 states = states_of_config(hosted.host.layers(hosted.model), self.config)
                 turns = self._turns(len(states)) if is_probed else None
                 layers = measured[hosted] = []
@@ -165,7 +197,7 @@ class Measurement:
 
     def _turns(self, num_layers: int) -> int:
         """Measure each layer in one of this many calls, to stay within `MOST_REPEATED`."""
-        num_calls = len(self.examples) * (self.num_inference_steps if self.host.has_prompts else 1)
+        num_calls = len(self.examples) * self.num_steps
         turns = -(-2 * num_calls * num_layers // MOST_REPEATED)
         return max(1, min(turns, num_calls // self.parts))
 
@@ -183,7 +215,8 @@ def measure_error(
     num_inference_steps: int = 6,
     parts: int | None = None,
     seed: int = 0,
-    progress: bool = True,
+    progress: Shown = True,
+    progress_name: str | None = None,
     **arguments: Any,
 ) -> ErrorProfile:
     """Measure what AVQ does to the model's output, at several sizes, one layer at a time.
@@ -206,7 +239,9 @@ def measure_error(
             None is one per two steps, at most 3. Pipelines with several models, and models whose
             calls do not tell the timestep, accept only 1. Then the errors of all calls count alike.
         seed: seeds the noise.
-        progress: show progress bars.
+        progress: show a progress bar, which counts model calls. A function is called in its place
+            with its name, the calls done and all calls.
+        progress_name: what the bar says; None is "measuring layers".
         **arguments: passed on to the pipeline or model, such as `height`.
 
     Returns:
@@ -228,12 +263,19 @@ def measure_error(
         parts=parts,
         seed=seed,
         progress=progress,
+        progress_name=progress_name,
         **arguments,
     )
-    profile = _single_layers(measurement)
-    plans = [profile.within(tolerance).choices for tolerance in CHECKED]
+    each = measurement.each_run
+    of_parts = [calls for _ in range(measurement.parts) for calls in each]
+    single = measurement.probing_runs() + (of_parts if measurement.parts > 1 else [])
+    together = _with_repeats(each, len(CHECKED))
+    done = measurement.progress_over(single + together, "measuring layers")
+    with done.open():
+        profile = _single_layers(measurement, done)
+        plans = [profile.within(tolerance).choices for tolerance in CHECKED]
+        errors = _errors_of(measurement, plans, profile.weights, done, len(single))
     curve = []
-    errors = _errors_of(measurement, plans, profile.weights, "together")
     for tolerance, of_examples in zip(CHECKED, errors, strict=True):
         predicted = profile.within(tolerance).error
         if predicted > 0 and max(of_examples) > 0:
@@ -267,10 +309,17 @@ def output_errors(
         TypeError, ValueError, RuntimeError: as `measure_error`.
     """
     measurement = Measurement(pipe, examples, config, **arguments)
-    return _errors_of(measurement, plans, weights or {}, "output error")
+    runs = _with_repeats(measurement.each_run, len(plans))
+    progress = measurement.progress_over(runs, "measuring output errors")
+    with progress.open():
+        return _errors_of(measurement, plans, weights or {}, progress)
 
 
-def _single_layers(measurement: Measurement) -> ErrorProfile:
+def _with_repeats(runs: Sequence[Sequence[int]], number: int) -> list[list[int]]:
+    return [[(1 + number) * calls for calls in steps] for steps in runs]
+
+
+def _single_layers(measurement: Measurement, progress: Progress) -> ErrorProfile:
     """The profile of single layers, without a curve."""
     outputs: dict[int, float] = defaultdict(float)
     starts: Counter[int] = Counter()
@@ -286,9 +335,11 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
         if measurement.parts > 1:
             errors[call.run.start] += call.run.weight * call.repeat(_coarse(call.layers))
 
-    measured, latents = measurement.follow("single layers", visit, is_probed=True)
+    measured, latents = measurement.follow(progress, visit, is_probed=True)
     coarse = _coarse(layer for layers in measured.values() for layer in layers)
-    weights = _image_weights(measurement, coarse, errors, latents) if len(starts) > 1 else {}
+    weights = {}
+    if len(starts) > 1:
+        weights = _image_weights(measurement, progress, coarse, errors, latents)
     for start, weight in weights.items():
         outputs[start] *= weight
     total = max(1, starts.total())
@@ -320,7 +371,11 @@ def _coarse(layers: Iterable[MeasuredLayer]) -> Trial:
 
 
 def _image_weights(
-    measurement: Measurement, coarse: Trial, errors: Mapping[int, float], exact: Sequence[Tensor]
+    measurement: Measurement,
+    progress: Progress,
+    coarse: Trial,
+    errors: Mapping[int, float],
+    exact: Sequence[Tensor],
 ) -> dict[int, float]:
     """What a squared output error adds to the image's, by part of the denoising, with mean 1.
 
@@ -329,13 +384,17 @@ def _image_weights(
 
     Args:
         measurement: runs the model.
+        progress: counts its calls.
         coarse: coarse sizes by layer.
         errors: squared output errors with these sizes, by part.
         exact: the exact run's latents.
     """
     ratios = {}
-    for start, error in errors.items():
-        _, found = measurement.follow(f"AVQ from {start}", lambda call: None, plan={start: coarse})
+    for part, (start, error) in enumerate(errors.items(), 1):
+        first_run = part * len(measurement.examples)
+        _, found = measurement.follow(
+            progress, lambda call: None, first_run=first_run, plan={start: coarse}
+        )
         ratios[start] = squared(found, exact) / error if error else 0.0
     mean = sum(ratios.values()) / len(ratios)
     return {start: ratio / mean for start, ratio in ratios.items()} if mean else {}
@@ -345,7 +404,8 @@ def _errors_of(
     measurement: Measurement,
     plans: Sequence[Plan],
     weights: Mapping[int, float],
-    description: str,
+    progress: Progress,
+    first_run: int = 0,
 ) -> list[list[float]]:
     """The output error per plan and example."""
     sums = torch.zeros(len(plans), len(measurement.examples), 2, dtype=torch.float64)
@@ -358,15 +418,8 @@ def _errors_of(
             weight = run.weight * (at_timestep(weights, run.start) if weights else 1.0)
             sums[place, run.example] += weight * found
 
-    measurement.follow(description, visit)
+    measurement.follow(progress, visit, first_run=first_run)
     return (sums[..., 0] / sums[..., 1]).sqrt().tolist()
-
-
-def _num_calls(host: Host, examples: list[Any], num_inference_steps: int) -> int | None:
-    """Number of model calls, if pipelines of its kind call it once per step."""
-    if host.kind == "UNet":
-        return len(examples) * num_inference_steps
-    return None if host.has_prompts else len(examples)
 
 
 def _check_steps(num_inference_steps: int, parts: int) -> None:

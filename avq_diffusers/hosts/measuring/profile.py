@@ -25,11 +25,11 @@ from avq_diffusers.hosts.core import (
 )
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
-# Unit of times -> wording of a gain; operations say little about time on a CPU.
-MILLISECONDS, OPERATIONS = "ms", "GFLOP"
+# Units of times; operations say little about time on a CPU, so no text speaks of a gain in them.
+MILLISECONDS, OPERATIONS = UNITS = "ms", "GFLOP"
+FASTER = "times as fast"
 # Far above any effect or time; its square is finite.
 _LARGEST = 1e100
-GAINS = {MILLISECONDS: "times as fast", OPERATIONS: "times as cheap"}
 
 
 class Choice(NamedTuple):
@@ -153,16 +153,16 @@ class Allocation:
     def __str__(self) -> str:
         asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"
         output = f"model's output within {100 * self.error:.2g} % of exact attention's{asked}"
-        if self.unit == OPERATIONS:  # beside a time, a gain in operations reads as one in time
+        if self.unit == OPERATIONS:
             return output
-        return f"{output}, attention {self.speedup:.2g} {GAINS[self.unit]}"
+        return f"{output}, attention {self.speedup:.2g} {FASTER}"
 
 
 @dataclass(frozen=True)
 class ErrorProfile:
     """The effect of every layer's attention on a model's output, for `apply_avq`.
 
-    `str()` shows speed against error, and the sizes that layers get, for some tolerances.
+    `str()` shows errors, the sizes that layers get and, on a GPU, speed, for some tolerances.
 
     Attributes:
         config: levels, tiles and updates that were measured.
@@ -188,8 +188,8 @@ class ErrorProfile:
         names = [one.layer.name for one in self.layers]
         if not names:
             raise ValueError("an error profile must have a layer.")
-        if self.unit not in GAINS:
-            raise ValueError(f"the unit must be one of {', '.join(GAINS)}, but is {self.unit!r}.")
+        if self.unit not in UNITS:
+            raise ValueError(f"the unit must be one of {', '.join(UNITS)}, but is {self.unit!r}.")
         if len({*names}) < len(names):
             raise ValueError("an error profile must have each layer once.")
         if any(one.effects.keys() != self.shares.keys() for one in self.layers):
@@ -396,7 +396,7 @@ class ErrorProfile:
             raise ValueError(f"{path} is not a saved {cls.__name__}: {error!r}.") from error
 
     def plot(self, path: str | Path) -> None:
-        """Plot the attention speedup against the output error.
+        """Plot the attention speedup, off a GPU the ratio of operations, against the output error.
 
         A line for the sizes that `within` chooses, points for equal sizes in all layers. Needs
         matplotlib.
@@ -420,9 +420,8 @@ class ErrorProfile:
             place: dict[str, Any] = {"xytext": (6, -8), "textcoords": "offset points"}
             axes.annotate(name, (plan.error, plan.speedup), fontsize=7, **place)
         axes.axhline(1, color="black", linestyle="--", label="exact")
-        axes.set(
-            xscale="log", xlabel="error of the output", ylabel=f"attention, {GAINS[self.unit]}"
-        )
+        gain = FASTER if self.unit == MILLISECONDS else "operations of exact attention / AVQ's"
+        axes.set(xscale="log", xlabel="error of the output", ylabel=f"attention, {gain}")
         axes.grid(alpha=0.3)
         axes.legend()
         with atomic_write(Path(path)) as temporary:
@@ -430,13 +429,15 @@ class ErrorProfile:
 
     def __str__(self) -> str:
         plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]
+        is_timed = self.unit == MILLISECONDS
         rows = [
             ["tolerance", *(f"{tolerance:g}" for tolerance in SHOWN_TOLERANCES)],
             ["output error", *(f"{plan.error:.2g}" for plan in plans)],
-            [GAINS[self.unit], *(f"{plan.speedup:.2g}" for plan in plans)],
-        ] + [
-            [name, *(", ".join(map(str, plan.choices[name].values())) for plan in plans)]
-            for name in self.exact_times
+            *([[FASTER, *(f"{plan.speedup:.2g}" for plan in plans)]] if is_timed else []),
+            *(
+                [name, *(", ".join(map(str, plan.choices[name].values())) for plan in plans)]
+                for name in self.exact_times
+            ),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
