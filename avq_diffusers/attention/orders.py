@@ -49,9 +49,7 @@ def query_order(
         raise ValueError(f"frames must be at least 1, but got {frames}.")
     if kind not in QUERY_ORDERS:
         raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
-    device = torch.empty(0, device=device).device
-    if isinstance(height, Tensor):  # sizes are tensors in torch.jit.trace
-        return _traced_order_op(height, width, kind, seed).to(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     if torch.compiler.is_compiling():
         return _query_order_op(height, width, kind, device, seed, frames)
     return _cached_order(height, width, kind, device, seed, frames)
@@ -98,11 +96,6 @@ def _(
     height: int, width: int, kind: str, device: torch.device, seed: int, frames: int = 1
 ) -> Tensor:
     return torch.empty(frames * height * width, dtype=torch.int32, device=device)
-
-
-@torch.library.custom_op("avq_diffusers::traced_query_order", mutates_args=())
-def _traced_order_op(height: Tensor, width: Tensor, kind: str, seed: int) -> Tensor:
-    return _cached_order(int(height), int(width), kind, torch.device("cpu"), seed, 1).clone()
 
 
 @lru_cache(maxsize=64)

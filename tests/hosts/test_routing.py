@@ -81,7 +81,7 @@ def set_break_even(unet, eager, compiled=NEVER):
     for layer in select_layers(unet):
         state = layer.avq_state
         if state is not None:
-            workload = state.workload(torch.empty(2, 1, 1), state.config.spec)
+            workload = state.workload(2, torch.float32, torch.device("cpu"), state.config.spec)
             key = torch.device("cpu"), workload
             state.route.break_even = {key: BreakEven(eager, compiled)}
 
@@ -137,7 +137,7 @@ class TestLearning:
 
         def learn(trial=TRIAL, *, capturing=False, mode=nullcontext):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-            workload = state.workload(tokens, state.config.spec)
+            workload = state.workload(2, tokens.dtype, tokens.device, state.config.spec)
             with mode():
                 state.route.learn(workload, tokens.device, trial)
             return list(state.route.break_even.values())
@@ -413,10 +413,11 @@ def test_the_workload_of_a_call(unet):
     sizes = {"num_parents": 4, "num_refined": 1, "num_children": 2}
     spec = Spec(**sizes, query_tile=16, num_updates=num_updates)
     workload = Workload(8, 8, spec, torch.float32)
+    given = torch.float32, torch.device("cpu")
     for batch in (3, 4):  # of two heads, rounded up to a power of two
-        assert state.workload(torch.empty(batch, 1, 1), spec) == workload
+        assert state.workload(batch, *given, spec) == workload
     with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
-        half = state.workload(torch.empty(3, 1, 1), spec)
+        half = state.workload(3, *given, spec)
     assert half == replace(workload, dtype=torch.bfloat16)
 
 

@@ -17,8 +17,10 @@ from avq_diffusers.hosts.core.state import Call, LayerState
 
 def keep_calls(owner: nn.Module, attn: nn.Module | None = None) -> None:
     """Make a module's checkpoints keep the calls of one layer, or of every layer they run."""
-    checkpoint: Any = getattr(owner, "_gradient_checkpointing_func", None)
-    if not torch.compiler.is_compiling() and not isinstance(checkpoint, _Checkpoint | None):
+    checkpoint: Any = vars(owner).get("_gradient_checkpointing_func")
+    if checkpoint is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(checkpoint, _Checkpoint):
         vars(owner)["_gradient_checkpointing_func"] = _Checkpoint(checkpoint, attn)
 
 

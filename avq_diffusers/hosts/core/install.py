@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from platformdirs import user_cache_path
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -122,8 +121,7 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
         if device.type != "meta":  # where accelerate's offload keeps weights between calls
             state.weights.move_to(device, dtype)
             # In case the model is compiled before its first call.
-            images = torch.empty(host.usual_batch, 1, 1, dtype=dtype, device=device)
-            workload = state.workload(images, state.config.spec)
+            workload = state.workload(host.usual_batch, dtype, device, state.config.spec)
             state.route.learn(workload, device)
     others = Others(host, [*states])
     for caller, layers in by_caller.items():

@@ -99,6 +99,10 @@ class BreakEven(NamedTuple):
     eager_exact: int = NEVER
     compiled_exact: int = NEVER
 
+    def least_tokens(self) -> int:
+        """The number of tokens from which AVQ runs, in the code that asks."""
+        return self.compiled if torch.compiler.is_compiling() else self.eager
+
     def unknown(self, num_tokens: int) -> list[str]:
         """For which of `"eager"` and `"compiled"` this number falls into the gap."""
         names = {"eager": self.eager_exact, "compiled": self.compiled_exact}
@@ -153,18 +157,25 @@ class LayerRoute:
             return self.chosen_at
         return 0
 
-    def learn(self, workload: Workload, device: torch.device, trial: Trial | None = None) -> None:
-        """Learn from how many tokens on AVQ is faster, on the devices in `MEASURED`.
+    def is_open(self, device: torch.device) -> bool:
+        """Whether the faster attention runs, whichever that is."""
+        return self.route == "fastest" and self.chosen_at is None and device.type in MEASURED
 
-        If that is unknown for the trial's number of tokens, measure it, unless a CUDA graph is
-        being captured or something watches the operations.
+    def learn(
+        self, workload: Workload, device: torch.device, trial: Trial | None = None
+    ) -> BreakEven | None:
+        """From how many tokens on AVQ is faster; None if that is unknown, or the route not open.
+
+        If it is unknown for the trial's number of tokens, measure it, unless a CUDA graph is being
+        captured or something watches the operations.
         """
-        is_open = self.route == "fastest" and self.chosen_at is None
-        if not is_open or device.type not in MEASURED:
-            return
+        if not self.is_open(device):
+            return None
         learned = self.break_even.get((device, workload))
+        if torch.compiler.is_compiling():
+            return learned
         if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
-            return
+            return learned
         found: BreakEven | None
         if trial is not None and not _is_recorded(device):
             found = break_even(workload, device, trial)
@@ -172,11 +183,7 @@ class LayerRoute:
             found = known_break_even(workload, device)
         if found is not None:
             self.break_even[device, workload] = found
-
-    def least_tokens(self, workload: Workload, device: torch.device) -> int:
-        """The number of tokens from which AVQ runs."""
-        found = self.break_even.get((device, workload), BreakEven(0, 0))
-        return found.compiled if torch.compiler.is_compiling() else found.eager
+        return found
 
 
 def _is_recorded(device: torch.device) -> bool:

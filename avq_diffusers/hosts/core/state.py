@@ -19,7 +19,13 @@ from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec, Replaced
-from avq_diffusers.hosts.core.routing import LayerRoute, Trial, Workload, next_power_of_two
+from avq_diffusers.hosts.core.routing import (
+    BreakEven,
+    LayerRoute,
+    Trial,
+    Workload,
+    next_power_of_two,
+)
 from avq_diffusers.hosts.core.weights import LayerWeights
 
 AVQ_CALL = "AVQ"
@@ -64,6 +70,8 @@ class Call(NamedTuple):
         backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
         num_beside: number of other tokens beside the grid, such as text, or `REST`.
         beside_first: whether these come before the grid.
+        break_even: the numbers of tokens from which AVQ is faster; None if AVQ runs whatever they
+            are.
     """
 
     query_order: Tensor | None
@@ -72,6 +80,7 @@ class Call(NamedTuple):
     backward: int
     num_beside: int = 0
     beside_first: bool = False
+    break_even: BreakEven | None = None
 
 
 class PerThread(Generic[Value]):
@@ -196,9 +205,11 @@ class LayerState(Replaced):
         call = Call(order, chosen, exact_because, _backward(), num_beside, beside_first)
         self.call.set(call)
         self.weights.move_to(device, dtype)
-        if spec is not None and not torch.compiler.is_compiling():
-            workload = self.workload(hidden_states, chosen)
-            self.route.learn(workload, device, self._trial(call, int(hidden_states.shape[0])))
+        if spec is not None and self.route.is_open(device):
+            batch = int(hidden_states.shape[0])
+            workload = self.workload(batch, hidden_states.dtype, device, chosen)
+            trial = None if torch.compiler.is_compiling() else self._trial(call, batch)
+            self.call.set(call._replace(break_even=self.route.learn(workload, device, trial)))
 
     def enter_without_grid(self, exact_because: str) -> None:
         """Begin a call whose grid is unknown, or not yet known."""
@@ -270,27 +281,16 @@ class LayerState(Replaced):
             if holds:
                 return why
         call = self.call.get()
-        order = None if call is None else call.query_order
-        if order is None or order.shape[0] != num_tokens:
+        assert call is not None
+        if call.query_order is None or call.query_order.shape[0] != num_tokens:
             return "tokens are not the grid"
-        return self.routed_because(num_tokens, hidden_states)
-
-    def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
-        """Why exact attention is better for this many tokens of a grid; None if AVQ is."""
-        route, call = self.route, self.call.get()
-        if self.backend == "auto" and (hidden_states.device,) in faults:
+        if faults and self.backend == "auto" and (hidden_states.device,) in faults:
             return "the kernels are wrong on this GPU"
-        if num_tokens < route.few_tokens:
+        if num_tokens < self.route.few_tokens:
             return "few tokens"
-        if call is not None and not self._has_keys_for(call.spec, num_tokens):
+        if not self._has_keys_for(call.spec, num_tokens):
             return f"over {MOST_CODEWORDS_PER_KEY} codewords for each token"
-        if (
-            call is not None
-            and route.chosen_at is None
-            and route.break_even
-            and num_tokens
-            < route.least_tokens(self.workload(hidden_states, call.spec), hidden_states.device)
-        ):
+        if call.break_even is not None and num_tokens < call.break_even.least_tokens():
             return "faster"
         return None
 
@@ -312,14 +312,15 @@ class LayerState(Replaced):
         is_own = self.function is None and self.weights.codebook is None
         return not is_own or num_tokens >= spec.least_keys
 
-    def workload(self, hidden_states: Tensor, spec: Spec) -> Workload:
-        """The workload for this batch, dtype and options."""
-        device = hidden_states.device.type
+    def workload(
+        self, batch: int, dtype: torch.dtype, device: torch.device, spec: Spec
+    ) -> Workload:
+        """The workload for a batch of tokens."""
         return Workload(
-            batch_heads=next_power_of_two(int(hidden_states.shape[0]) * self.num_heads),
+            batch_heads=next_power_of_two(batch * self.num_heads),
             head_dim=self.head_dim,
             spec=spec,
-            dtype=_autocast_dtype(device) or hidden_states.dtype,
+            dtype=_autocast_dtype(device.type) or dtype,
         )
 
     def attend(
@@ -340,7 +341,8 @@ class LayerState(Replaced):
         Raises:
             NotImplementedError: ONNX exports the model.
         """
-        if torch.onnx.is_in_onnx_export():
+        is_recorded = torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+        if is_recorded and torch.onnx.is_in_onnx_export():
             raise NotImplementedError(
                 "ONNX has no operators for AVQ; call remove_avq(pipe) to export exact attention."
             )
@@ -369,7 +371,7 @@ class LayerState(Replaced):
         Raises:
             NotImplementedError: the layer has a codebook or projection changes.
         """
-        if getattr(module, "_is_replica", False) and self.weights.are_stored:
+        if "_is_replica" in vars(module) and self.weights.are_stored:
             raise NotImplementedError(
                 "nn.DataParallel runs one layer on several devices at once, but its codebook is on "
                 "one; use DistributedDataParallel, or AVQ without codebooks."

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from avq_diffusers.config import AVQConfig, check_int
 from avq_diffusers.hosts.core import (
     NUM_TRAIN_TIMESTEPS,
-    Host,
     Hosted,
     at_timestep,
     checked_examples,
@@ -37,8 +36,8 @@ from avq_diffusers.hosts.measuring.profile import (
     ErrorProfile,
     Point,
 )
-from avq_diffusers.hosts.models import models_of
 from avq_diffusers.hosts.measuring.progress import Progress, Shown
+from avq_diffusers.hosts.models import models_of
 
 # Repeated calls with one layer in AVQ, over all layers: on an H200 they take up to a minute for
 # SD1.5 at 1024 pixels, and up to three for Flux at 2048.
