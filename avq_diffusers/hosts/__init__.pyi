@@ -1,8 +1,8 @@
-from .codebooks import PROJECTION_PARAMETERS
 from .layers import Layer, LayerSpec
 from .measurement import output_errors
 from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
 from .profile import Allocation
+from .stored_codebooks import PROJECTION_PARAMETERS
 from .timesteps import (
     NUM_TRAIN_TIMESTEPS,
     Timesteps,

@@ -3,9 +3,6 @@
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
-import json
-import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,35 +11,21 @@ from typing import Any, ClassVar
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
-from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
-from avq_diffusers.attention.diagnostics import constraint_error
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.tensor_files import (
-    check_names,
-    check_tensors,
-    load_tensors,
-    tensor_digest,
-)
+from avq_diffusers.codebook.tensor_files import check_names, check_tensors, tensor_digest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_save
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec, check_specs
+from avq_diffusers.hosts.stored_codebooks import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    StoredCodebooks,
+    check_config,
+)
 
-FORMAT_VERSION = 2
-# Projection parameters and their number of dimensions; the weights are square in every UNet.
-PROJECTION_PARAMETERS = {
-    "to_q.weight": 2,
-    "to_k.weight": 2,
-    "to_v.weight": 2,
-    "to_out.0.weight": 2,
-    "to_out.0.bias": 1,
-}
-# Above the rounding error of a float32 mean, far below anything visible in an image.
-CONSTRAINT_TOLERANCE = 1e-3
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 # `DiffusionPipeline.from_pretrained` passes these to each of its models.
 PIPELINE_ARGUMENTS = (
@@ -66,7 +49,7 @@ SAVED_WITH = {
 }
 
 
-class AVQCodebooks(ModelMixin, ConfigMixin):
+class AVQCodebooks(StoredCodebooks, ModelMixin, ConfigMixin):
     """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
     Built by `gather_codebooks`, `calibrate` and distillation. Distilled codebooks may also hold
@@ -93,6 +76,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     """
 
     _keep_in_fp32_modules: ClassVar = ["codebooks"]
+    config: Any  # of `ConfigMixin`, which has no annotations
 
     @register_to_config
     def __init__(
@@ -107,23 +91,14 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         sha256: str | None = None,
         format_version: int = FORMAT_VERSION,
     ) -> None:
-        super().__init__()
-        for name, summary in (("calibration", calibration), ("training", training)):
-            if not isinstance(summary, Mapping | None):
-                raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
-        # A file without `codewords` holds the paper's form.
-        self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
-        self.own_codewords = own_codewords
-        if own_codewords:
-            _check_own_codewords(self.avq_config, tuned)
-        self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
-        self.codebooks = nn.ModuleDict(
-            {
-                _key(spec.name): _LayerCodebook(
-                    spec, self.layer_config(spec.name), tuned=tuned, own_codewords=own_codewords
-                )
-                for spec in self.layer_specs.values()
-            }
+        super().__init__(
+            avq,
+            layers,
+            base_model=base_model,
+            calibration=calibration,
+            training=training,
+            tuned=tuned,
+            own_codewords=own_codewords,
         )
 
     @classmethod
@@ -162,15 +137,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         Raises:
             ValueError: `config` belongs to another class or has an unknown format version.
         """
-        class_name = config.get("_class_name", cls.__name__)
-        if class_name != cls.__name__:
-            raise ValueError(f"expected the config of {cls.__name__}, but got one of {class_name}.")
-        version = config.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
-                f"{version}."
-            )
+        check_config(config)
         return super().from_config(config, **kwargs)
 
     @classmethod
@@ -209,42 +176,13 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                 f"codebooks are one safetensors file without a variant, but got {arguments}."
             )
         hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
+        return super().from_pretrained(
+            pretrained_model_name_or_path, subfolder=subfolder, **hub_arguments
+        )
 
-        def locate(file: str) -> Path:
-            repo = str(pretrained_model_name_or_path)
-            name = os.path.expanduser(repo)
-            folder = Path(name)
-            if not repo or not folder.is_dir():
-                if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
-                    raise FileNotFoundError(f"codebooks: there is no folder {name}.")
-                try:
-                    return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
-                except HFValidationError as error:
-                    raise ValueError(
-                        f"codebooks: expected a folder or a Hub id such as user/name, but got "
-                        f"{repo!r}."
-                    ) from error
-            path = folder / (subfolder or "") / file
-            if not path.is_file():
-                raise FileNotFoundError(f"codebooks: there is no file {path}.")
-            return path
-
-        config_path = locate(cls.config_name)
-        try:
-            config = json.loads(config_path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
-        try:
-            with torch.device("meta"):  # a damaged file may claim sizes that do not fit in memory
-                codebooks = cls.from_config(config)
-        except ValueError as error:
-            raise ValueError(f"{config_path}: {error}") from error
-        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"{config_path} is not a config of {cls.__name__}: {error!r}."
-            ) from error
-        codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
-        return codebooks
+    @classmethod
+    def _of_config(cls, config: Mapping[str, Any]) -> "AVQCodebooks":
+        return cls.from_config(config)
 
     def save_pretrained(
         self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
@@ -275,29 +213,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         if not str(save_directory):
             raise ValueError("save_directory must name a folder, but got ''.")
         folder = Path(save_directory).expanduser()
-        self.register_to_config(sha256=tensor_digest(self.state_dict()))
-        with atomic_save(folder, self.config_name, "codebooks") as temporary:
+        ConfigMixin.register_to_config(self, sha256=tensor_digest(self.state_dict()))
+        with atomic_save(folder, CONFIG_FILE, "codebooks") as temporary:
             # The Hub repository is named after the folder.
             super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
-
-    def layer_config(self, name: str) -> AVQConfig:
-        """The `AVQConfig` of one layer, its overrides resolved."""
-        return self.avq_config.for_layer(name, self.layer_specs[name].level)
-
-    def codebook(self, name: str) -> Codebook | None:
-        """One layer's `Codebook`, or None; its tensors are the parameters themselves."""
-        return self._layer(name).codebook
-
-    def key_norm(self, name: str) -> nn.LayerNorm | None:
-        """The norm of one layer's keys, if `AVQConfig.key_norm` is set."""
-        return self._layer(name).key_norm
-
-    def projection_changes(self, name: str) -> dict[str, Tensor] | None:
-        """What AVQ adds to one layer's projections, or None; its tensors are the parameters."""
-        changes = self._layer(name).projection_changes
-        if changes is None:
-            return None
-        return {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
 
     def layer_weights(self, name: str) -> LayerWeights:
         """Everything AVQ needs for one layer, on any device."""
@@ -327,77 +246,6 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             ValueError: names or shapes differ.
         """
         check_specs("codebooks", self.layer_specs, layers, "its codebook has")
-
-    def _layer(self, name: str) -> "_LayerCodebook":
-        layer = self.codebooks[_key(name)]
-        assert isinstance(layer, _LayerCodebook)
-        return layer
-
-    def _load(self, path: Path) -> None:
-        loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
-        self.to_empty(device="cpu").load_state_dict(loaded)
-        codebooks = map(self.codebook, self.layer_specs)
-        errors = [constraint_error(codebook).max() for codebook in codebooks if codebook]
-        error = max(errors, default=0)
-        if error > CONSTRAINT_TOLERANCE:
-            warnings.warn(
-                f"{path}: children do not average to their parent: off by up to {error:.2g} of "
-                f"their usual distance from it; AVQCodebooks.project() shifts them.",
-                stacklevel=3,
-            )
-
-
-class _LayerCodebook(nn.Module):
-    """The parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm and changes.
-
-    With own codewords there are no parents and children. The attribute names are longer because
-    `nn.Module` already has a method `children`.
-    """
-
-    def __init__(
-        self, spec: LayerSpec, config: AVQConfig, *, tuned: bool, own_codewords: bool
-    ) -> None:
-        super().__init__()
-        self.parent_codewords = self.child_codewords = None
-        if not own_codewords:
-            shape = (spec.num_heads, config.num_parents, spec.head_dim)
-            parents = torch.zeros(shape, dtype=torch.float32)
-            children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
-            self.parent_codewords = nn.Parameter(parents, requires_grad=False)
-            self.child_codewords = nn.Parameter(children, requires_grad=False)
-        norm = nn.LayerNorm(spec.head_dim, dtype=torch.float32) if config.key_norm else None
-        self.key_norm = norm
-        width = spec.num_heads * spec.head_dim
-        self.projection_changes = _no_changes(width) if tuned else None
-
-    @property
-    def codebook(self) -> Codebook | None:
-        if self.parent_codewords is None or self.child_codewords is None:
-            return None
-        return Codebook(self.parent_codewords, self.child_codewords)
-
-
-def _check_own_codewords(config: AVQConfig, tuned: bool) -> None:
-    for problem, is_met in (
-        (f"codewords={config.codewords!r} needs codebooks", config.codewords != "means"),
-        ("key_norm needs codebooks", config.key_norm),
-        ("without codebooks there must be projection changes", not tuned),
-    ):
-        if is_met:
-            raise ValueError(f"own codewords: {problem}.")
-
-
-def _no_changes(width: int) -> nn.ParameterDict:
-    def zeros(ndim: int) -> nn.Parameter:
-        return nn.Parameter(torch.zeros((width,) * ndim, dtype=torch.float32), requires_grad=False)
-
-    return nn.ParameterDict(
-        {_key(name): zeros(ndim) for name, ndim in PROJECTION_PARAMETERS.items()}
-    )
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "__")
 
 
 def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

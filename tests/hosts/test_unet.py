@@ -35,7 +35,8 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts import unet as host
-from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
+from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.stored_codebooks import PROJECTION_PARAMETERS
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
 CROSS = LAYER[:-1] + "2"
