@@ -12,6 +12,8 @@ from tiny_vision import tiny_vision
 
 from avq_diffusers.cli.main import app as avq
 from distill.__main__ import app as distill
+from distill.pretrain.__main__ import app as pretrain
+from distill.vision.__main__ import app as vision
 from eval.__main__ import app as evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,9 +34,9 @@ SMALL = {
     ),
 }
 PROGRAMS = {"avq": avq, "distill": distill, "eval": evaluate}
-COMMAND = re.compile(
-    r"(?:^|&& )(?:\S*bin/)?(?:python -m |accelerate launch -m )?(avq|distill|eval) (.*)"
-)
+PROGRAMS |= {"distill.pretrain": pretrain, "distill.vision": vision}
+START = r"(?:\S*bin/)?(?:(?:python|accelerate launch|torchrun)(?: --nproc-per-node \d)? -m )?"
+COMMAND = re.compile(rf"{START}({'|'.join(map(re.escape, PROGRAMS))}) (.*)")
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
@@ -53,7 +55,8 @@ def test_a_guide_is_short_and_runs(guide, tmp_path, monkeypatch):
     assert bool(code) == (guide.stem in TINY)
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "eval/README.md", ROOT / "distill/README.md", *GUIDES]
+DOCUMENTS = [ROOT / x for x in ("README.md", "eval/README.md", "distill/README.md")]
+DOCUMENTS += [ROOT / "avq_diffusers/mini/README.md", *GUIDES]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -61,11 +64,31 @@ def test_commands_are_accepted(document, monkeypatch):
     """Catches a command, an option, a value or a missing argument; the programs' own checks run."""
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
-    for line in "".join(blocks).splitlines():
-        if found := COMMAND.search(line):
-            words = shlex.split(found[2], comments=True)
-            command = typer.main.get_command(PROGRAMS[found[1]])
-            while hasattr(command, "commands"):
-                command = command.commands[words.pop(0)]
-            assert all((ROOT / x).is_file() for x in words if x.startswith("configs/")), line
-            command.make_context(line, words)
+    for line in re.split(r"\n| && ", "".join(blocks)):
+        if found := COMMAND.fullmatch(line):
+            parse(found[1], found[2])
+        else:
+            assert not re.search(r"\b(avq|distill|eval)\b(?!/)", line.partition("#")[0]), line
+
+
+def test_commands_with_mistakes_are_refused():
+    """Catches a parser that only knows the names of options."""
+    for program, words, message in [
+        ("avq", "bench --model mini-sd", "Missing argument 'prompt'"),
+        ("avq", "calibrate --model mini-sd", "Missing option '--out'"),
+        ("avq", "generate fox --height 100", "--height must be a multiple of 8"),
+        ("distill.vision", "train", "Missing option '--config'"),
+    ]:
+        with pytest.raises((typer.BadParameter, ValueError)) as refused:
+            parse(program, words)
+        assert message in getattr(refused.value, "format_message", refused.value.__str__)()
+
+
+def parse(program: str, line: str) -> None:
+    """Refuse what the program would refuse before its command's function begins."""
+    words = shlex.split(line, comments=True)
+    command = typer.main.get_command(PROGRAMS[program])
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    assert all((ROOT / x).is_file() for x in words if x.startswith("configs/")), line
+    command.make_context(line, words)

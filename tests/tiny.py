@@ -18,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from avq_diffusers import gather_codebooks, select_layers
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.codebooks.stored import PROJECTION_PARAMETERS, AVQCodebooks
+from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"  # the first one
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)

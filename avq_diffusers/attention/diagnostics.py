@@ -214,21 +214,6 @@ def perplexity(counts: Tensor) -> Tensor:
     return torch.special.entr(shares).sum(dim=-1).exp()
 
 
-def constraint_error(codebook: Codebook) -> Tensor:
-    """How far children are from averaging to their parent (paper, Eq. parent_constraint).
-
-    Returns:
-        (H,) largest distance between a parent and the mean of its children, divided by the RMS
-        distance of a child to its parent; 0 for a flat codebook.
-    """
-    offsets = codebook.children - codebook.parents[:, :, None]
-    if codebook.num_children == 0:
-        return offsets.new_zeros(codebook.num_heads)
-    distance = offsets.square().sum(dim=-1).mean(dim=(1, 2)).sqrt()
-    error = offsets.mean(dim=2).norm(dim=-1).amax(dim=1)
-    return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
-
-
 def _call(
     query: Tensor,
     key: Tensor,

@@ -6,13 +6,13 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
+from avq_diffusers.cli.hub import loading_codebooks
 from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks, calibrate
 from avq_diffusers.hosts.core import AVQSource
 from avq_diffusers.hosts.models import main_model
 from avq_diffusers.mini.loading import usual_guidance
-from avq_diffusers.options import first_line
 
 
 def codeword_source(pipe: DiffusionPipeline, model: ModelRequest) -> AVQSource:
@@ -22,20 +22,9 @@ def codeword_source(pipe: DiffusionPipeline, model: ModelRequest) -> AVQSource:
         ValueError: the codebooks cannot be loaded.
     """
     if model.codebooks is not None:
-        return load_codebooks(model.codebooks)
+        with loading_codebooks(model.codebooks):
+            return AVQCodebooks.from_pretrained(model.codebooks)
     return _config_for(pipe, model)
-
-
-def load_codebooks(name: str) -> AVQCodebooks:
-    """Load codebooks from a folder or the Hub.
-
-    Raises:
-        ValueError: they cannot be loaded.
-    """
-    try:
-        return AVQCodebooks.from_pretrained(name)
-    except OSError as error:
-        raise ValueError(f"codebooks {name} could not be loaded: {first_line(error)}") from error
 
 
 def calibrate_model(

@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.codebooks import StoredCodebooks
 
 REPORT_WIDTH = 100
 METRICS = ("quantization_error", "capture", "active_ratio")
 
 
-def print_codebooks(codebooks: AVQCodebooks) -> None:
+def print_codebooks(codebooks: StoredCodebooks) -> None:
     """Print sizes, codeword spread and metrics of calibration or training, by layer."""
     metrics = _metrics(codebooks)
     suffix = ".transformer_blocks.0.attn1"  # common to all layer names
@@ -21,7 +21,7 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
         suffix = ".attn1"
     kind = "own codewords" if codebooks.own_codewords else "codebooks"
     table = Table(
-        title=f"{codebooks.avq_config} {kind} of {codebooks.config['base_model']}",
+        title=f"{codebooks.avq_config} {kind} of {codebooks.base_model}",
         caption="spread: of children around their parent; error: quantization, in key variances;\n"
         "capture: share of attention on refined parents; active: share of codewords in use",
         box=SIMPLE_HEAD,
@@ -45,10 +45,9 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
     console.print(table)
 
 
-def _metrics(codebooks: AVQCodebooks) -> dict[str, Mapping[str, float]]:
+def _metrics(codebooks: StoredCodebooks) -> dict[str, Mapping[str, float]]:
     """What calibration or training measured, by layer."""
-    measured = codebooks.config["calibration"] or codebooks.config["training"] or {}
-    layers = measured.get("layers")
+    layers = codebooks.measured.get("layers")
     if not isinstance(layers, Mapping):
         return {}
     return {name: metrics for name, metrics in layers.items() if isinstance(metrics, Mapping)}

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.hub import check_found
+from avq_diffusers.cli.hub import check_found, loading_codebooks
 from avq_diffusers.cli.output import check_image_path, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.config import check_tolerance
@@ -329,10 +329,12 @@ def inspect(
     """
     check_found("codebooks", codebooks, "config.json")
 
-    from avq_diffusers.cli.codebooks import load_codebooks
     from avq_diffusers.cli.inspection import print_codebooks
+    from avq_diffusers.hosts.codebooks import StoredCodebooks
 
-    print_codebooks(load_codebooks(codebooks))
+    with loading_codebooks(codebooks):
+        stored = StoredCodebooks.from_pretrained(codebooks)
+    print_codebooks(stored)
 
 
 @app.command()

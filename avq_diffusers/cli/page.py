@@ -68,7 +68,7 @@ class _Events:
     def generate_exact(
         self,
         shown: ShownImage | None,
-        prompt: str,
+        prompt: object,
         width: int,
         height: int,
         seed: int,
@@ -77,7 +77,9 @@ class _Events:
         progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it there
     ) -> list:
         """The exact image, with the other two cleared; nothing if it is already shown."""
-        if not isinstance(prompt, str) or not prompt.strip():
+        if not isinstance(prompt, str | None):
+            raise _mistake(f"The prompt must be text, but got {prompt!r}.")
+        if not prompt or not prompt.strip():
             raise _mistake("The prompt is empty; say what the image shows.")
         if len(prompt) > MOST_CHARACTERS:
             raise _mistake(f"The prompt is over {MOST_CHARACTERS} characters long.")

@@ -129,6 +129,21 @@ def project_children(child_means: Tensor, child_counts: Tensor, parents: Tensor)
     return child_means - share[..., None] * residual
 
 
+def constraint_error(codebook: Codebook) -> Tensor:
+    """How far children are from averaging to their parent (paper, Eq. parent_constraint).
+
+    Returns:
+        (H,) largest distance between a parent and the mean of its children, divided by the RMS
+        distance of a child to its parent; 0 for a flat codebook.
+    """
+    offsets = codebook.children - codebook.parents[:, :, None]
+    if codebook.num_children == 0:
+        return offsets.new_zeros(codebook.num_heads)
+    distance = offsets.square().sum(dim=-1).mean(dim=(1, 2)).sqrt()
+    error = offsets.mean(dim=2).norm(dim=-1).amax(dim=1)
+    return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
+
+
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
     """Raise ValueError if `tensor`, the argument `name`, holds NaN or infinity."""
     if not tensor.isfinite().all():

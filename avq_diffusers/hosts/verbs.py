@@ -165,7 +165,7 @@ def apply_avq(
     elif config_fields or isinstance(source, str):
         source = resolved_source(source, config_fields, host.default_config(models[0].model))
     source = _resolved(pipe, host, source, tolerance, examples, options)
-    profile = source if isinstance(source, ErrorProfile) else None
+    profile: ErrorProfile | None = source if isinstance(source, ErrorProfile) else None
     if isinstance(source, AVQCodebooks):
         if not host.takes_codebooks:
             raise TypeError(

@@ -194,7 +194,7 @@ def scenes_command(
     from avq_diffusers.mini.loading import usual_guidance
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer
-    from eval.quality.scene_rows import finished_rows, scenes_table
+    from eval.quality.scene_rows import finished_rows, resumable, scenes_table
     from eval.quality.scenes import Trial, score_methods
 
     is_cuda = device_of(device).type == "cuda"
@@ -260,8 +260,7 @@ def scenes_command(
             command=command_line(),
             device=device,
             **protocol,
-            exact_images_sha256=exact_digest,
-            rows=[*rows, *kept],
+            **resumable([*rows, *kept], exact_digest),
         )
     print(f"{scenes_table(rows)}\nresults: {path}")
 

@@ -5,8 +5,10 @@ from itertools import pairwise
 from statistics import mean, stdev
 from typing import Any
 
+from avq_diffusers.files import json_digest
 from eval.names import EXACT, METHOD_COLUMNS
 from eval.store.markdown import figure, rows_table
+from eval.store.report import without_nan
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 METRICS = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
@@ -61,6 +63,13 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return rows_table(DIFFERENCE_COLUMNS, different)
 
 
+def resumable(rows: Sequence[Mapping[str, Any]], exact_digest: str | None) -> dict[str, Any]:
+    """What a run's file holds for `finished_rows`: rows, digest of the images of `exact`, digest of
+    both."""
+    kept = {"exact_images_sha256": exact_digest, "rows": without_nan(list(rows))}
+    return {"kept_sha256": json_digest(kept), **kept}
+
+
 def finished_rows(
     document: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
@@ -71,7 +80,8 @@ def finished_rows(
         run: protocol and environment that the file must share, except for the date.
 
     Raises:
-        ValueError: the file has a different protocol, commit, version or device.
+        ValueError: the file has a different protocol, commit, version or device, or its rows are
+            not the ones that were saved.
     """
     stored = {**document, **document.get("environment", {})}
     differing = [
@@ -83,6 +93,11 @@ def finished_rows(
         raise ValueError(
             f"only the same run can be resumed, but the stored one differs in "
             f"{', '.join(differing)}; start again without --resume."
+        )
+    kept = {name: document.get(name) for name in ("exact_images_sha256", "rows")}
+    if document.get("kept_sha256") != json_digest(kept):
+        raise ValueError(
+            "the stored rows are not the ones that this run saved; start again without --resume."
         )
     return {row["method"]: row for row in document["rows"]}
 

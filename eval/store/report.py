@@ -51,7 +51,7 @@ def save_json(path: Path, *, command: str, device: "torch.device | str", **conte
     JSON has no infinity or NaN, so they become null.
     """
     document = {"command": command, "environment": environment(device), **content}
-    text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n"
     with atomic_write(path) as temporary:
         temporary.write_text(text)
 
@@ -111,11 +111,12 @@ def folder_digest(source: str, marker: str) -> str | None:
     return digest.hexdigest()
 
 
-def _finite(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """JSON values with null in place of infinity and NaN."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -13,12 +13,11 @@ from avq_diffusers.attention.diagnostics import (
     active_ratio,
     attention_mass,
     captured_share,
-    constraint_error,
     leaf_counts,
     perplexity,
 )
 from avq_diffusers.codebook import assignment
-from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.codebook import Codebook, constraint_error
 
 PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
 CHILDREN = PARENTS[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import socket
 import sys
 import time
@@ -230,6 +231,25 @@ def test_only_whole_numbers_are_taken(value):
     assert _whole("Steps", 2.0, range(1, 4), "from 1 to 3") == 2
     with pytest.raises(gradio.Error, match="Steps must be from 1 to 3, but got"):
         _whole("Steps", value, range(1, 4), "from 1 to 3")
+
+
+def test_fields_are_refused_in_one_sentence():
+    """Lone surrogates and fractions, which JSON holds and the browser's fields do not send."""
+    gradio = pytest.importorskip("gradio", reason="needs the extra app")
+    from avq_diffusers.cli.page import _Events
+
+    events = _Events(tiny_pipe(two_level_unet()), SIZES)
+    surrogate = json.loads(r'"a fox \ud800"')
+    for changes, message in [
+        ({"prompt": surrogate}, r"The prompt must be text, but its character 7 is .*'\\ud800'\."),
+        ({"prompt": 7}, "The prompt must be text, but got 7."),
+        ({"seed": 1.5}, "Seed must be a whole number to 4294967295, but got 1.5."),
+        ({"seed": 1e300}, "Seed must be a whole number to 4294967295, but got 1e\\+300."),
+        ({"height": "128"}, "Height must be one of 128, .*, but got '128'."),
+    ]:
+        with pytest.raises(gradio.Error) as refused:
+            events.generate_exact(None, **FIELDS | changes, visitor=None)
+        assert re.fullmatch(message, refused.value.message)
 
 
 def test_work_for_a_client_that_left_stops(site, visit, calls, reference):

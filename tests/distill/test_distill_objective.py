@@ -22,10 +22,10 @@ from tiny_training import (
 from torch import nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, select_layers
-from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
+from avq_diffusers.attention.diagnostics import capture, commitment_loss
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.assignment import assign
-from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.codebook import Codebook, constraint_error
 from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update
 from distill.checkpointing.export import make_codebooks
 from distill.objective import SAMPLING_STEPS, timestep_weights

@@ -143,6 +143,14 @@ def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys
     assert code == 2
     assert "exact.npy is not the file that this run saved; delete it" in last
     images.write_bytes(saved)
+    written = path.read_text()
+    edited = json.loads(written)
+    edited["rows"][-1]["psnr_median"] = 99
+    path.write_text(json.dumps(edited))
+    code, last = failed_command(monkeypatch, capsys, *go_on)
+    assert code == 2
+    assert "the stored rows are not the ones that this run saved" in last
+    path.write_text(written)
     run_command(monkeypatch, *go_on)
     stored = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(stored) == [scene_rows.REAL, scene_rows.BROKEN, EXACT, TOME, NO_ATTENTION]
@@ -171,7 +179,8 @@ def test_a_folder_trained_again_is_drawn_again(tiny_scorer, tmp_path, monkeypatc
 )
 def test_only_the_same_run_goes_on(changed, named):
     row = {"method": "M4"}
-    stored = {"images": 2, "rows": [row], "environment": {"commit": "a", "date": "then"}}
+    stored = {"images": 2, "environment": {"commit": "a", "date": "then"}}
+    stored |= scene_rows.resumable([row], None)
     same = {"images": 2, "commit": "a", "date": "now"}
     assert scene_rows.finished_rows(stored, same) == {"M4": row}
     with pytest.raises(ValueError, match=re.escape(f"differs in {named}; start again")):

@@ -155,7 +155,7 @@ def test_push_to_hub(codebooks, tmp_path, monkeypatch):
     made = SimpleNamespace(repo_id="someone/codebooks")
     monkeypatch.setattr(AVQCodebooks, "_upload_folder", upload)
     monkeypatch.setattr("diffusers.models.modeling_utils.create_repo", lambda *_, **__: made)
-    monkeypatch.setattr("avq_diffusers.hosts.codebooks.stored.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     codebooks.save_pretrained(tmp_path / "codebooks", push_to_hub=True)
     files = {path.name for path in (hub / "someone" / "codebooks").iterdir()}
     assert files == {"README.md", "config.json", "diffusion_pytorch_model.safetensors"}

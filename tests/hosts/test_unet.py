@@ -34,7 +34,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.hosts.codebooks.stored import PROJECTION_PARAMETERS, AVQCodebooks
+from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 from avq_diffusers.hosts.models import unet as host
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1

@@ -24,8 +24,7 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.attention.diagnostics import constraint_error
-from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.codebook import Codebook, constraint_error
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
     MINI_DISTILLED,

@@ -1,8 +1,5 @@
+from .avq_codebooks import AVQCodebooks
 from .calibration import calibrate
-from .stored import PROJECTION_PARAMETERS, AVQCodebooks
+from .stored import PROJECTION_PARAMETERS, StoredCodebooks
 
-__all__ = [
-    "PROJECTION_PARAMETERS",
-    "AVQCodebooks",
-    "calibrate",
-]
+__all__ = ["PROJECTION_PARAMETERS", "AVQCodebooks", "StoredCodebooks", "calibrate"]

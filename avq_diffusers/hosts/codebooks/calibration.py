@@ -24,7 +24,7 @@ from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import AVQConfig, Spec, check_int
-from avq_diffusers.hosts.codebooks.stored import AVQCodebooks
+from avq_diffusers.hosts.codebooks.avq_codebooks import AVQCodebooks
 from avq_diffusers.hosts.core import (
     EXACT,
     LayerSpec,

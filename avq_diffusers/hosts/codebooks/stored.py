@@ -1,36 +1,27 @@
-"""`AVQCodebooks`: the codebooks of all layers of a UNet, as one model.
+"""`StoredCodebooks`: what the files of codebooks hold, read without diffusers.
 
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
+import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import torch
-from diffusers import ConfigMixin, ModelMixin
-from diffusers.configuration_utils import register_to_config
-from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 
-from avq_diffusers.attention.diagnostics import constraint_error
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.tensor_files import (
-    check_names,
-    check_tensors,
-    load_tensors,
-    tensor_digest,
-)
+from avq_diffusers.codebook.codebook import Codebook, constraint_error
+from avq_diffusers.codebook.tensor_files import load_tensors
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.files import atomic_save
-from avq_diffusers.hosts.core import LayerSpec, LayerWeights, check_specs
+from avq_diffusers.hosts.core import LayerSpec
 
+CONFIG_FILE = "config.json"
+TENSOR_FILE = "diffusion_pytorch_model.safetensors"
+CLASS_NAME = "AVQCodebooks"  # in config.json
 FORMAT_VERSION = 2
 # Projection parameters and their number of dimensions; the weights are square in every UNet.
 PROJECTION_PARAMETERS = {
@@ -42,58 +33,22 @@ PROJECTION_PARAMETERS = {
 }
 # Above the rounding error of a float32 mean, far below anything visible in an image.
 CONSTRAINT_TOLERANCE = 1e-3
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-# `DiffusionPipeline.from_pretrained` passes these to each of its models.
-PIPELINE_ARGUMENTS = (
-    "torch_dtype",
-    "device_map",
-    "max_memory",
-    "offload_folder",
-    "offload_state_dict",
-    "variant",
-    "use_safetensors",
-    "use_flashpack",
-    "low_cpu_mem_usage",
-    "disable_mmap",
-)
-# Arguments of `ModelMixin.save_pretrained`; other values would change the file names.
-SAVED_WITH = {
-    "safe_serialization": True,
-    "variant": None,
-    "max_shard_size": "10GB",
-    "use_flashpack": False,
-}
+
+AnyCodebooks = TypeVar("AnyCodebooks", bound="StoredCodebooks")
 
 
-class AVQCodebooks(ModelMixin, ConfigMixin):
-    """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
-
-    Built by `gather_codebooks`, `calibrate` and distillation. Distilled codebooks may also hold
-    changes to the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the
-    base model keeps its own part. Distilled with own codewords, they hold only these changes. All
-    tensors are float32 parameters without gradient. `.to(device)` moves them in place, also under
-    a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
+class StoredCodebooks(nn.Module):
+    """The codebooks of one UNet as its files hold them; `AVQCodebooks` adds diffusers' methods.
 
     Args:
         avq: fields of the `AVQConfig`.
         layers: fields of one `LayerSpec` per layer.
-        base_model: name of the model they were made for; informational.
-        calibration: summary of the calibration; informational.
-        training: summary of the distillation; informational.
-        tuned: store projection changes for every layer.
-        own_codewords: store no codebooks; codewords come from the keys of each call.
-        sha256: digest of the tensor file beside config.json, set by `save_pretrained`.
-        format_version: version of the file format.
+        base_model, calibration, training, tuned, own_codewords: as in `AVQCodebooks`.
 
     Raises:
-        TypeError: `calibration` or `training` is not a mapping.
-        ValueError: a field is unknown, or own codewords come with stored codewords, with a key norm
-            or without projection changes.
+        TypeError, ValueError: as in `AVQCodebooks`.
     """
 
-    _keep_in_fp32_modules: ClassVar = ["codebooks"]
-
-    @register_to_config
     def __init__(
         self,
         avq: Mapping[str, Any],
@@ -103,13 +58,13 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         training: Mapping[str, Any] | None = None,
         tuned: bool = False,
         own_codewords: bool = False,
-        sha256: str | None = None,
-        format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
         for name, summary in (("calibration", calibration), ("training", training)):
             if not isinstance(summary, Mapping | None):
                 raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
+        self.base_model = base_model
+        self.measured = calibration or training or {}
         # A file without `codewords` holds the paper's form.
         self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
         self.own_codewords = own_codewords
@@ -126,158 +81,46 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         )
 
     @classmethod
-    @torch.no_grad()
-    def for_layers(
-        cls,
-        layers: Sequence[LayerSpec],
-        config: AVQConfig,
-        codebooks: Mapping[str, Codebook] | None,
-        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
-        **facts: Any,
-    ) -> "AVQCodebooks":
-        """`gather_codebooks` for the chosen layers of a model."""
-        if codebooks is not None:
-            check_names("codebooks", codebooks, [layer.name for layer in layers])
-        # By keyword: diffusers' `from_config` drops positional arguments.
-        built = cls(
-            avq=asdict(config),
-            layers=[layer.stored for layer in layers],
-            tuned=projection_changes is not None,
-            own_codewords=codebooks is None,
-            **facts,
-        )
-        for name, codebook in (codebooks or {}).items():
-            _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
-        if projection_changes is not None:
-            check_names("projection_changes", projection_changes, built.layer_specs)
-            for name, tensors in projection_changes.items():
-                _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
-        return built
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
-        """Build empty codebooks, like `ConfigMixin.from_config`.
-
-        Raises:
-            ValueError: `config` belongs to another class or has an unknown format version.
-        """
-        class_name = config.get("_class_name", cls.__name__)
-        if class_name != cls.__name__:
-            raise ValueError(f"expected the config of {cls.__name__}, but got one of {class_name}.")
-        version = config.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
-                f"{version}."
-            )
-        return super().from_config(config, **kwargs)
-
-    @classmethod
     def from_pretrained(
-        cls,
+        cls: type[AnyCodebooks],
         pretrained_model_name_or_path: str | Path,
         *,
         subfolder: str | None = None,
-        dtype: torch.dtype = torch.float32,
-        **arguments: Any,
-    ) -> "AVQCodebooks":
-        """Load codebooks from a folder or from the Hub; reads safetensors files only.
+        **hub_arguments: Any,
+    ) -> AnyCodebooks:
+        """Read codebooks from a folder or from the Hub.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub id.
-            subfolder: folder inside it.
-            dtype: accepted as in every diffusers model; parameters stay in float32.
-            **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
-                `huggingface_hub.hf_hub_download`. Other arguments that diffusers' pipelines pass to
-                their models are ignored.
+            pretrained_model_name_or_path, subfolder, **hub_arguments: as in
+                `AVQCodebooks.from_pretrained`.
 
         Raises:
-            TypeError: an argument is unknown.
-            FileNotFoundError: the folder or one of its files does not exist.
-            ValueError: an argument asks for a different file, or a file is damaged, has an unknown
-                format, or does not match its config.json.
+            FileNotFoundError, ValueError: as in `AVQCodebooks.from_pretrained`.
         """
-        for name in arguments:
-            if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
-                raise TypeError(
-                    f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
-                    f"{name!r}."
-                )
-        if arguments.get("variant") is not None or arguments.get("use_safetensors") is False:
-            raise ValueError(
-                f"codebooks are one safetensors file without a variant, but got {arguments}."
-            )
-        hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
-
-        def locate(file: str) -> Path:
-            repo = str(pretrained_model_name_or_path)
-            name = os.path.expanduser(repo)
-            folder = Path(name)
-            if not repo or not folder.is_dir():
-                if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
-                    raise FileNotFoundError(f"codebooks: there is no folder {name}.")
-                try:
-                    return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
-                except HFValidationError as error:
-                    raise ValueError(
-                        f"codebooks: expected a folder or a Hub id such as user/name, but got "
-                        f"{repo!r}."
-                    ) from error
-            path = folder / (subfolder or "") / file
-            if not path.is_file():
-                raise FileNotFoundError(f"codebooks: there is no file {path}.")
-            return path
-
-        config_path = locate(cls.config_name)
+        place = str(pretrained_model_name_or_path)
+        config_path = _located(place, subfolder, CONFIG_FILE, hub_arguments)
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
         try:
             with torch.device("meta"):  # a damaged file may claim sizes that do not fit in memory
-                codebooks = cls.from_config(config)
+                codebooks = cls._of_config(config)
         except ValueError as error:
             raise ValueError(f"{config_path}: {error}") from error
         except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
             raise ValueError(
-                f"{config_path} is not a config of {cls.__name__}: {error!r}."
+                f"{config_path} is not a config of {CLASS_NAME}: {error!r}."
             ) from error
-        codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
+        path = _located(place, subfolder, TENSOR_FILE, hub_arguments)
+        codebooks._load(path, config.get("sha256"))
         return codebooks
 
-    def save_pretrained(
-        self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
-    ) -> None:
-        """Save config and weights to a folder, like `ModelMixin.save_pretrained`.
-
-        Existing codebooks stay until the new ones are complete. A process killed at any moment
-        leaves the old ones, the new ones, or a folder that loading refuses for lack of config.json.
-
-        Args:
-            save_directory: created if missing.
-            is_main_process: if False, nothing is written.
-            **arguments: passed on to `ModelMixin.save_pretrained`, such as `push_to_hub`.
-
-        Raises:
-            ValueError: `save_directory` is empty, or the arguments ask for files that
-                `from_pretrained` does not read.
-            OSError: the folder cannot be created or written; the message says whether its previous
-                content is intact.
-        """
-        for name, value in SAVED_WITH.items():
-            if arguments.get(name, value) != value:
-                raise ValueError(
-                    f"codebooks are saved with {name}={value!r} only, but got {arguments[name]!r}."
-                )
-        if not is_main_process:
-            return
-        if not str(save_directory):
-            raise ValueError("save_directory must name a folder, but got ''.")
-        folder = Path(save_directory).expanduser()
-        self.register_to_config(sha256=tensor_digest(self.state_dict()))
-        with atomic_save(folder, self.config_name, "codebooks") as temporary:
-            # The Hub repository is named after the folder.
-            super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
+    @classmethod
+    def _of_config(cls: type[AnyCodebooks], config: Mapping[str, Any]) -> AnyCodebooks:
+        check_config(config)
+        known = inspect.signature(cls).parameters
+        return cls(**{name: value for name, value in config.items() if name in known})
 
     def layer_config(self, name: str) -> AVQConfig:
         """The `AVQConfig` of one layer, its overrides resolved."""
@@ -298,43 +141,16 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             return None
         return {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
 
-    def layer_weights(self, name: str) -> LayerWeights:
-        """Everything AVQ needs for one layer, on any device."""
-        return LayerWeights(self.codebook(name), self.key_norm(name), self.projection_changes(name))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
-        # Every move and cast goes through here; `_keep_in_fp32_modules` only makes `to` warn.
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(move, recurse)
-
-    @torch.no_grad()
-    def project(self) -> "AVQCodebooks":
-        """Shift each parent's children in place so that they average to the parent."""
-        for codebook in map(self.codebook, self.layer_specs):
-            if codebook is not None and codebook.num_children:
-                means = codebook.children.mean(2, keepdim=True)
-                codebook.children.sub_(means - codebook.parents[:, :, None])
-        return self
-
-    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
-        """Refuse the layers of another model.
-
-        Raises:
-            ValueError: names or shapes differ.
-        """
-        check_specs("codebooks", self.layer_specs, layers, "its codebook has")
-
     def _layer(self, name: str) -> "_LayerCodebook":
         layer = self.codebooks[_key(name)]
         assert isinstance(layer, _LayerCodebook)
         return layer
 
-    def _load(self, path: Path) -> None:
-        loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
-        self.to_empty(device="cpu").load_state_dict(loaded)
+    def _load(self, path: Path, sha256: str | None) -> None:
+        loaded = load_tensors(path, self.state_dict(), sha256)
+        # `to_empty` instead would import SymPy for seconds.
+        copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in loaded.items()}
+        self.load_state_dict(copies, assign=True)
         codebooks = map(self.codebook, self.layer_specs)
         errors = [constraint_error(codebook).max() for codebook in codebooks if codebook]
         error = max(errors, default=0)
@@ -342,8 +158,49 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             warnings.warn(
                 f"{path}: children do not average to their parent: off by up to {error:.2g} of "
                 f"their usual distance from it; AVQCodebooks.project() shifts them.",
-                stacklevel=3,
+                stacklevel=4,
             )
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json that is not one of codebooks.
+
+    Raises:
+        ValueError: it belongs to another class or has an unknown format version.
+    """
+    class_name = config.get("_class_name", CLASS_NAME)
+    if class_name != CLASS_NAME:
+        raise ValueError(f"expected the config of {CLASS_NAME}, but got one of {class_name}.")
+    version = config.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
+            f"{version}."
+        )
+
+
+def _located(
+    place: str, subfolder: str | None, file: str, hub_arguments: Mapping[str, Any]
+) -> Path:
+    """A file of the folder or Hub id `place`."""
+    name = os.path.expanduser(place)
+    folder = Path(name)
+    if place and folder.is_dir():
+        path = folder / (subfolder or "") / file
+        if not path.is_file():
+            raise FileNotFoundError(f"codebooks: there is no file {path}.")
+        return path
+    if folder.is_absolute() or place.startswith(".") or len(folder.parts) > 2:
+        raise FileNotFoundError(f"codebooks: there is no folder {name}.")
+    from huggingface_hub import hf_hub_download  # half a second
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(hf_hub_download(place, file, subfolder=subfolder, **hub_arguments))
+    except HFValidationError as error:
+        raise ValueError(
+            f"codebooks: expected a folder or a Hub id such as user/name, but got {place!r}."
+        ) from error
 
 
 class _LayerCodebook(nn.Module):
@@ -359,11 +216,9 @@ class _LayerCodebook(nn.Module):
         super().__init__()
         self.parent_codewords = self.child_codewords = None
         if not own_codewords:
-            shape = (spec.num_heads, config.num_parents, spec.head_dim)
-            parents = torch.zeros(shape, dtype=torch.float32)
-            children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
-            self.parent_codewords = nn.Parameter(parents, requires_grad=False)
-            self.child_codewords = nn.Parameter(children, requires_grad=False)
+            shape = (spec.num_heads, config.num_parents)
+            self.parent_codewords = _zeros(*shape, spec.head_dim)
+            self.child_codewords = _zeros(*shape, config.num_children, spec.head_dim)
         norm = nn.LayerNorm(spec.head_dim, dtype=torch.float32) if config.key_norm else None
         self.key_norm = norm
         width = spec.num_heads * spec.head_dim
@@ -387,19 +242,14 @@ def _check_own_codewords(config: AVQConfig, tuned: bool) -> None:
 
 
 def _no_changes(width: int) -> nn.ParameterDict:
-    def zeros(ndim: int) -> nn.Parameter:
-        return nn.Parameter(torch.zeros((width,) * ndim, dtype=torch.float32), requires_grad=False)
-
     return nn.ParameterDict(
-        {_key(name): zeros(ndim) for name, ndim in PROJECTION_PARAMETERS.items()}
+        {_key(name): _zeros(*(width,) * ndim) for name, ndim in PROJECTION_PARAMETERS.items()}
     )
+
+
+def _zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32), requires_grad=False)
 
 
 def _key(name: str) -> str:
     return name.replace(".", "__")
-
-
-def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    check_tensors(subject, source, target)
-    for name, tensor in source.items():
-        target[name].copy_(tensor)

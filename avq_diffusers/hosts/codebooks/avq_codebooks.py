@@ -1,0 +1,253 @@
+"""`AVQCodebooks`: the codebooks of all layers of a UNet, as one model.
+
+Shapes: H heads, M0 parents, C children per parent, D head dim.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from torch import Tensor
+
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.tensor_files import check_names, check_tensors, tensor_digest
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.files import atomic_save
+from avq_diffusers.hosts.codebooks.stored import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    StoredCodebooks,
+    check_config,
+)
+from avq_diffusers.hosts.core import LayerSpec, LayerWeights, check_specs
+
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+# `DiffusionPipeline.from_pretrained` passes these to each of its models.
+PIPELINE_ARGUMENTS = (
+    "torch_dtype",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "variant",
+    "use_safetensors",
+    "use_flashpack",
+    "low_cpu_mem_usage",
+    "disable_mmap",
+)
+# Arguments of `ModelMixin.save_pretrained`; other values would change the file names.
+SAVED_WITH = {
+    "safe_serialization": True,
+    "variant": None,
+    "max_shard_size": "10GB",
+    "use_flashpack": False,
+}
+
+
+class AVQCodebooks(StoredCodebooks, ModelMixin, ConfigMixin):
+    """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
+
+    Built by `gather_codebooks`, `calibrate` and distillation. Distilled codebooks may also hold
+    changes to the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the
+    base model keeps its own part. Distilled with own codewords, they hold only these changes. All
+    tensors are float32 parameters without gradient. `.to(device)` moves them in place, also under
+    a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
+
+    Args:
+        avq: fields of the `AVQConfig`.
+        layers: fields of one `LayerSpec` per layer.
+        base_model: name of the model they were made for; informational.
+        calibration: summary of the calibration; informational.
+        training: summary of the distillation; informational.
+        tuned: store projection changes for every layer.
+        own_codewords: store no codebooks; codewords come from the keys of each call.
+        sha256: digest of the tensor file beside config.json, set by `save_pretrained`.
+        format_version: version of the file format.
+
+    Raises:
+        TypeError: `calibration` or `training` is not a mapping.
+        ValueError: a field is unknown, or own codewords come with stored codewords, with a key norm
+            or without projection changes.
+    """
+
+    _keep_in_fp32_modules: ClassVar = ["codebooks"]
+    config: Any  # of `ConfigMixin`, which has no annotations
+
+    @register_to_config
+    def __init__(
+        self,
+        avq: Mapping[str, Any],
+        layers: list[Mapping[str, Any]],
+        base_model: str | None = None,
+        calibration: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        tuned: bool = False,
+        own_codewords: bool = False,
+        sha256: str | None = None,
+        format_version: int = FORMAT_VERSION,
+    ) -> None:
+        super().__init__(
+            avq,
+            layers,
+            base_model=base_model,
+            calibration=calibration,
+            training=training,
+            tuned=tuned,
+            own_codewords=own_codewords,
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def for_layers(
+        cls,
+        layers: Sequence[LayerSpec],
+        config: AVQConfig,
+        codebooks: Mapping[str, Codebook] | None,
+        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
+        **facts: Any,
+    ) -> "AVQCodebooks":
+        """`gather_codebooks` for the chosen layers of a model."""
+        if codebooks is not None:
+            check_names("codebooks", codebooks, [layer.name for layer in layers])
+        # By keyword: diffusers' `from_config` drops positional arguments.
+        built = cls(
+            avq=asdict(config),
+            layers=[layer.stored for layer in layers],
+            tuned=projection_changes is not None,
+            own_codewords=codebooks is None,
+            **facts,
+        )
+        for name, codebook in (codebooks or {}).items():
+            _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
+        if projection_changes is not None:
+            check_names("projection_changes", projection_changes, built.layer_specs)
+            for name, tensors in projection_changes.items():
+                _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
+        return built
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
+        """Build empty codebooks, like `ConfigMixin.from_config`.
+
+        Raises:
+            ValueError: `config` belongs to another class or has an unknown format version.
+        """
+        check_config(config)
+        return super().from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> "AVQCodebooks":
+        """Load codebooks from a folder or from the Hub; reads safetensors files only.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id.
+            subfolder: folder inside it.
+            dtype: accepted as in every diffusers model; parameters stay in float32.
+            **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
+                `huggingface_hub.hf_hub_download`. Other arguments that diffusers' pipelines pass to
+                their models are ignored.
+
+        Raises:
+            TypeError: an argument is unknown.
+            FileNotFoundError: the folder or one of its files does not exist.
+            ValueError: an argument asks for a different file, or a file is damaged, has an unknown
+                format, or does not match its config.json.
+        """
+        for name in arguments:
+            if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
+                raise TypeError(
+                    f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
+                    f"{name!r}."
+                )
+        if arguments.get("variant") is not None or arguments.get("use_safetensors") is False:
+            raise ValueError(
+                f"codebooks are one safetensors file without a variant, but got {arguments}."
+            )
+        hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
+        return super().from_pretrained(
+            pretrained_model_name_or_path, subfolder=subfolder, **hub_arguments
+        )
+
+    @classmethod
+    def _of_config(cls, config: Mapping[str, Any]) -> "AVQCodebooks":
+        return cls.from_config(config)
+
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
+    ) -> None:
+        """Save config and weights to a folder, like `ModelMixin.save_pretrained`.
+
+        Existing codebooks stay until the new ones are complete. A process killed at any moment
+        leaves the old ones, the new ones, or a folder that loading refuses for lack of config.json.
+
+        Args:
+            save_directory: created if missing.
+            is_main_process: if False, nothing is written.
+            **arguments: passed on to `ModelMixin.save_pretrained`, such as `push_to_hub`.
+
+        Raises:
+            ValueError: `save_directory` is empty, or the arguments ask for files that
+                `from_pretrained` does not read.
+            OSError: the folder cannot be created or written; the message says whether its previous
+                content is intact.
+        """
+        for name, value in SAVED_WITH.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(
+                    f"codebooks are saved with {name}={value!r} only, but got {arguments[name]!r}."
+                )
+        if not is_main_process:
+            return
+        if not str(save_directory):
+            raise ValueError("save_directory must name a folder, but got ''.")
+        folder = Path(save_directory).expanduser()
+        ConfigMixin.register_to_config(self, sha256=tensor_digest(self.state_dict()))
+        with atomic_save(folder, CONFIG_FILE, "codebooks") as temporary:
+            # The Hub repository is named after the folder.
+            super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
+
+    def layer_weights(self, name: str) -> LayerWeights:
+        """Everything AVQ needs for one layer, on any device."""
+        return LayerWeights(self.codebook(name), self.key_norm(name), self.projection_changes(name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
+        # Every move and cast goes through here; `_keep_in_fp32_modules` only makes `to` warn.
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    @torch.no_grad()
+    def project(self) -> "AVQCodebooks":
+        """Shift each parent's children in place so that they average to the parent."""
+        for codebook in map(self.codebook, self.layer_specs):
+            if codebook is not None and codebook.num_children:
+                means = codebook.children.mean(2, keepdim=True)
+                codebook.children.sub_(means - codebook.parents[:, :, None])
+        return self
+
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        """Refuse the layers of another model.
+
+        Raises:
+            ValueError: names or shapes differ.
+        """
+        check_specs("codebooks", self.layer_specs, layers, "its codebook has")
+
+
+def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    check_tensors(subject, source, target)
+    for name, tensor in source.items():
+        target[name].copy_(tensor)
