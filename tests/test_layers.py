@@ -6,15 +6,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("config", "files", "images", "captions", "options", "mini", "codebook", "attention")
-ROOMS = (*ROOMS, "hosts", "vision", "extras", "cli")
+ROOMS = (*ROOMS, "hosts", "extras", "cli")
 ROOMS = [f"avq_diffusers.{room}" for room in ROOMS]  # from the bottom up
-FOR_PROGRAMS = {"avq_diffusers", *ROOMS} - {"avq_diffusers.vision", "avq_diffusers.cli"}
+FOR_PROGRAMS = {"avq_diffusers", *ROOMS} - {"avq_diffusers.cli"}
 MAY_IMPORT = {"avq_diffusers": set()} | {room: {*ROOMS[:i]} for i, room in enumerate(ROOMS)}
 MAY_IMPORT |= {"distill": FOR_PROGRAMS, "eval": FOR_PROGRAMS}
-KNOW_DIFFUSERS = ("distill", "eval", "avq_diffusers.mini.loading", *ROOMS[-4:])
+KNOW_DIFFUSERS = ("distill", "eval", "avq_diffusers.mini.loading", *ROOMS[-3:])
 HOSTS = "avq_diffusers.hosts"
-# The modules of `hosts` that know one kind of model, and which others of them they import.
-ADAPTERS = {"unet": (), "joint": ("grids",), "dispatch": ("grids",), "grids": (), "vision": ()}
+# What `hosts` shows, from the bottom up; the packages among these are imported by their door.
+HOST_ROOMS = "core", "models", "codebooks", "measuring"
+FLOORS = (*HOST_ROOMS, "report", "verbs", "backend", "pipeline")
+ADAPTERS = f"{HOSTS}.models"  # its modules know one kind of model each
 KINDS = ("UNet", "Transformer", "Joint", "transformers.")  # in names of diffusers, transformers
 BACKENDS = {"reference": "reference", "triton": "triton"}
 BACKENDS |= dict.fromkeys(("torch_forward", "torch_backward"), "torch")
@@ -74,16 +76,27 @@ def test_few_know_diffusers():
     for module, name in PAIRS:
         if room_of(name) in ("diffusers", "transformers"):
             assert {module, room_of(module)} & {*KNOW_DIFFUSERS}, (module, name)
-            is_common = room_of(module) == HOSTS and inside(module, HOSTS) not in ADAPTERS
+            is_common = room_of(module) == HOSTS and not module.startswith(ADAPTERS)
             assert not is_common or not any(kind in name for kind in KINDS), (module, name)
 
 
-def test_adapters_do_not_know_each_other():
-    """Catches what is common to hosts but is written in one of them."""
+def test_hosts_are_imported_downwards_by_their_doors():
+    """Catches a contract that knows an adapter, and a package whose inside others depend on."""
     for module, name in PAIRS:
-        adapter, other = inside(module, HOSTS), inside(name, HOSTS)
-        if adapter in ADAPTERS and other in ADAPTERS:
-            assert other in (adapter, *ADAPTERS[adapter]), (module, name)
+        below, above = inside(name, HOSTS), inside(module, HOSTS)
+        if below not in FLOORS or below == above:
+            continue
+        assert below not in HOST_ROOMS or name == f"{HOSTS}.{below}", (module, name)
+        assert above not in FLOORS or FLOORS.index(below) < FLOORS.index(above), (module, name)
+
+
+def test_hosts_show_few_things():
+    """Catches a module that belongs into one of the packages."""
+    folder = ROOT / "avq_diffusers" / "hosts"
+    shown = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")}
+    assert shown - {"__init__", "__pycache__"} == {*FLOORS}
+    arrows = {(inside(a, HOSTS), inside(b, HOSTS)) for a, b in PAIRS}
+    assert sum(a != b and a in FLOORS and b in FLOORS for a, b in arrows) <= 25
 
 
 def test_backends_do_not_know_each_other():

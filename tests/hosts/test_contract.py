@@ -35,7 +35,7 @@ from avq_diffusers import (
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import sizes_of
 from avq_diffusers.hosts.core import state
-from avq_diffusers.hosts.core.install import all_or_nothing
+from avq_diffusers.hosts.core.installing import all_or_nothing
 from avq_diffusers.hosts.measuring import measured_layer
 from avq_diffusers.hosts.models.registry import find_model
 

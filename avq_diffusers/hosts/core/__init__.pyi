@@ -1,7 +1,7 @@
 from .arguments import named_arguments
 from .examples import as_examples, checked_examples, lacks_memory, run_examples
 from .host import TRANSFORMER_SIZES, Host, Hosted, Other, Others, Watch
-from .install import CHANGES, all_or_nothing, install, installed, uninstall
+from .installing import CHANGES, all_or_nothing, install, installed, uninstall
 from .layers import (
     ATTRIBUTE,
     COMPILED,

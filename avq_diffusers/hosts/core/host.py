@@ -2,7 +2,7 @@
 
 An adapter (`unet`, `joint`, `dispatch`, `vision`) knows which layers a model has, where to read the
 grid of a call, and how to replace a layer's attention. Beginning and ending calls and reporting
-what else runs in a layer are written here once; `install` puts AVQ into a model.
+what else runs in a layer are written here once; `installing` puts AVQ into a model.
 """
 
 import warnings

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import Spec, is_within
 from avq_diffusers.hosts.core.host import Hosted
-from avq_diffusers.hosts.core.install import CHANGES, Hooks, hooks_of
+from avq_diffusers.hosts.core.installing import CHANGES, Hooks, hooks_of
 from avq_diffusers.hosts.core.layers import ATTRIBUTE, LayerSpec
 from avq_diffusers.hosts.core.state import LayerState
 from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
