@@ -101,19 +101,33 @@ def traced_unet() -> UNet2DConditionModel:
     )
 
 
-def sdxl_unet() -> UNet2DConditionModel:
+def sdxl_unet(**overrides) -> UNet2DConditionModel:
     """SDXL's topology: three levels, none at 0, several transformer blocks, linear projections."""
-    return tiny_unet(
-        block_out_channels=(16, 32, 64),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 2, 3),
-        attention_head_dim=(2, 4, 8),
-        use_linear_projection=True,
-        layers_per_block=2,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=80,
+    arguments = {
+        "block_out_channels": (16, 32, 64),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 3),
+        "attention_head_dim": (2, 4, 8),
+        "use_linear_projection": True,
+        "layers_per_block": 2,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 80,
+    }
+    return tiny_unet(**arguments | overrides)
+
+
+def traced_sdxl_unet() -> UNet2DConditionModel:
+    """`traced_unet` of SDXL's kind: two self-attentions, both at level 1."""
+    return sdxl_unet(
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        mid_block_type=None,
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2),
+        attention_head_dim=(2, 4),
+        layers_per_block=1,
     )
 
 

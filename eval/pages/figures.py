@@ -25,7 +25,7 @@ MINI = "avq_diffusers/mini"
 # What the quality page shows, in this order.
 COMPARED = [AVQ, "M64P16C8/own1", f"{MINI}/distilled", EXACT_KEYS, f"{MINI}/distilled-level1"]
 COMPARED += [LARGE, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
-MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}  # the first found is shown
+MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
 LABELS = {
@@ -75,8 +75,8 @@ class File:
 
 
 def speed(folder: Path) -> Figures:
-    """A denoising step per network and size: its fastest mode, from the newest file."""
-    steps: dict[tuple[str, int], Row] = {}
+    """A denoising step per network, way to run, GPU and size, from the newest file."""
+    steps: dict[tuple[Any, ...], Row] = {}
     for path in files_of(folder, "bench_unet_*_cuda.json", "bench_transformer_*_cuda.json"):
         file = File(path, ["method"], "ms", "size", "mode")
         if any(file.rows.get(x, {}).get("ms") is None for x in (AVQ, LIMIT)):
@@ -88,6 +88,8 @@ def speed(folder: Path) -> Figures:
             size, mode = exact["size"], exact["mode"]
             step = {
                 "network": name.removesuffix(", random weights"),
+                "run": MODES[mode],
+                "device": file.device,
                 "image": f"{size}p video" if "Wan" in name else f"{size}²",
                 "exact": exact["ms"],
                 "avq": file.rows[AVQ]["ms"],
@@ -96,18 +98,19 @@ def speed(folder: Path) -> Figures:
                 "transformers": default,
                 "transformers_gain": default and exact["ms"] / default,
                 "limit": file.rows[LIMIT]["ms"],
-                "run": MODES[mode],
-                "device": file.device,
                 "path": path,
-                "rank": (-[*MODES].index(mode), file.date),
+                "date": file.date,
             }
-        if (name, size) not in steps or steps[name, size]["rank"] < step["rank"]:
-            steps[name, size] = step
+        key = (name, [*MODES].index(mode), file.device, size)
+        if key not in steps or steps[key]["date"] < step["date"]:
+            steps[key] = step
     if not steps:
         raise ValueError(f"{folder} has no bench of a network with {AVQ} and {LIMIT}.")
     rows = [steps[key] for key in sorted(steps)]
     columns = {
         "network": "network",
+        "run": "run",
+        "GPU": "device",
         "image": "image",
         "exact, ms": three_digits("exact"),
         "AVQ 64/16/8, ms": three_digits("avq"),
@@ -116,26 +119,31 @@ def speed(folder: Path) -> Figures:
         "128/32/8 with 1024, ms": three_digits("transformers"),
         "times as fast with it": figure("transformers_gain", ".2f"),
         "limit, ms": three_digits("limit"),
-        "run": "run",
-        "GPU": "device",
     }
     by_default = [row for row in rows if row["transformers"] is not None]
+    panels = {run: [row for row in rows if row["run"] == run] for run in MODES.values()}
+    panels = {run: found for run, found in panels.items() if found}
+    over = {run: max(x["avq"] / x["limit"] - 1 for x in found) for run, found in panels.items()}
     values = {
         "table": rows_table(columns, rows),
         "gains": _gains(rows, "gain"),
         "by_default": _gains(by_default, "transformers_gain"),
-        "over": max(row["avq"] / row["limit"] - 1 for row in rows),
+        "over": "\n".join(f"- {run}: {most:.0%}" for run, most in over.items()),
     }
-    bars = {f"{row['network']}, {row['image']}": row["gain"] for row in rows}
-    draw = bars_plot("times as fast as exact attention", {"one denoising step": bars})
+    bars = {
+        run: {f"{x['network']}, {x['image']}, {x['device'].split()[-1]}": x["gain"] for x in found}
+        for run, found in panels.items()
+    }
+    draw = bars_plot("times as fast as exact attention", bars)
     return Figures(values, [row["path"] for row in rows], "speed.png", draw)
 
 
 def _gains(rows: Sequence[Row], name: str) -> str:
-    """A line of the list for each network."""
+    """A line of the list for each network, way to run and GPU."""
+    groups = groupby(rows, itemgetter("network", "run", "device"))
     return "\n".join(
-        f"- {network}: " + ", ".join(f"{row[name]:.2f} at {row['image']}" for row in of_network)
-        for network, of_network in groupby(rows, itemgetter("network"))
+        f"- {', '.join(group)}: " + ", ".join(f"{row[name]:.2f} at {row['image']}" for row in found)
+        for group, found in groups
     )
 
 

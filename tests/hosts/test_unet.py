@@ -12,6 +12,7 @@ from diffusers import UNet2DModel, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, CustomDiffusionAttnProcessor
 from tiny import (
     CONFIG,
+    draw,
     own_codebooks,
     predict,
     random_codebooks,
@@ -19,6 +20,8 @@ from tiny import (
     sdxl_unet,
     tiny_pipe,
     tiny_unet,
+    traced_sdxl_unet,
+    traced_unet,
     tuned_codebooks,
 )
 
@@ -37,6 +40,7 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 from avq_diffusers.hosts.models import unet as host
 
+feature = pytest.mark.feature
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
 CROSS = LAYER[:-1] + "2"
 parse = AVQConfig.parse
@@ -282,25 +286,49 @@ class TestSetOnAStockUNet:
             (lambda: AVQProcessor(AVQConfig(**TINY), route="always"), AVQConfig(**TINY)),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("compiled", ["no", "wrapped", "in place"])
-    def test_equals_apply(self, unet, processor, source, compiled):
+    def test_equals_apply(self, unet, processor, source):
         """Catches a first call that runs exact, in part or as a whole, and a lasting hook."""
         exact, before = predict(unet), {n: type(p) for n, p in unet.attn_processors.items()}
         expected = predict(apply_avq(copy.deepcopy(unet), source, route="always"))
         unet.set_attn_processor(processor())
-        called = unet
-        if compiled == "wrapped":
-            called = torch.compile(unet, backend="eager")
-        elif compiled == "in place":
-            unet.compile(backend="eager")
-        assert torch.equal(predict(called), expected)
+        assert torch.equal(predict(unet), expected)
         assert not torch.equal(expected, exact)
         assert not waits()
         assert {row.level for row in summary(unet).rows if row.config} == {*source.levels}
         with avq_disabled(unet):
-            assert torch.equal(predict(called), exact)
+            assert torch.equal(predict(unet), exact)
         assert torch.equal(predict(remove_avq(unet)), exact)
         assert {n: type(p) for n, p in unet.attn_processors.items()} == before
+
+    @feature("set_attn_processor(AVQProcessor()) on a stock pipeline")
+    @pytest.mark.parametrize(
+        ("make", "unet", "levels", "compiled"),
+        [
+            (tiny_pipe, tiny_unet, (0, 1), "no"),
+            (tiny_pipe, traced_unet, (0,), "wrapped"),
+            (sdxl_pipe, sdxl_unet, (1,), "no"),
+            (sdxl_pipe, traced_sdxl_unet, (1,), "in place"),
+        ],
+    )
+    def test_of_a_pipeline(self, make, unet, levels, compiled):
+        """Catches compiled code of the exact UNet that stays, or that AVQ leaves behind.
+
+        Level 0 of SDXL has no self-attention; its pipeline calls the UNet with more inputs.
+        """
+        pipe, one = make(unet()), {"num_inference_steps": 1}
+        exact = draw(pipe, **one)
+        source = AVQConfig(levels=levels, **TINY)
+        expected = draw(apply_avq(make(unet()), source, route="always"), **one)
+        assert not torch.equal(expected, exact)
+        pipe.unet.set_attn_processor(AVQProcessor(route="always", **TINY))
+        if compiled == "wrapped":
+            pipe.unet = torch.compile(pipe.unet, backend="eager")
+        elif compiled == "in place":
+            pipe.unet.compile(backend="eager")
+        assert torch.equal(draw(pipe, **one), expected)
+        assert not waits()
+        assert {row.level for row in summary(pipe).rows if row.config} == {*levels}
+        assert torch.equal(draw(remove_avq(pipe), **one), exact)
 
     def test_default(self, unet):
         """Levels 0 and 1; what reports and switches does not wait for a call."""
@@ -358,7 +386,7 @@ class TestSetOnAStockUNet:
     def test_other_models_compile_while_a_processor_waits(self):
         """Catches a hook that breaks the graphs of every model."""
         processor = AVQProcessor()
-        other = apply_avq(tiny_unet(), AVQConfig(**TINY), route="always")
+        other = apply_avq(traced_unet(), AVQConfig(**TINY), route="always")
         expected = predict(other)
         other.compile(backend="eager", fullgraph=True)
         assert torch.equal(predict(other), expected)
@@ -372,13 +400,6 @@ class TestSetOnAStockUNet:
         expected = predict(apply_avq(tiny_unet(), AVQConfig(**TINY), route="always"))
         assert torch.equal(predict(unet), expected)
         assert not waits()
-
-    def test_sdxl(self):
-        """Level 0 of SDXL has no self-attention; its pipeline calls the UNet with more inputs."""
-        pipe = sdxl_pipe()
-        pipe.unet.set_attn_processor(AVQProcessor(route="always", **TINY))
-        pipe("a fox", num_inference_steps=1, output_type="latent")
-        assert {row.level for row in summary(pipe).rows if row.calls.get("AVQ")} == {1}
 
     def test_refused(self, unet):
         """Catches exact attention without a word where a processor cannot prepare a model."""

@@ -27,6 +27,7 @@ GROUPS = {
     "Pipelines": (
         *("text to image", "img2img", "inpainting", "upscaling", "AnimateDiff", "from_pipe"),
         *("save_pretrained", "push_to_hub", "several pipelines and threads"),
+        "set_attn_processor(AVQProcessor()) on a stock pipeline",
     ),
     "Sampling": (
         *("every scheduler", "negative prompts", "batches", "no guidance", "PAG", "callbacks"),
