@@ -11,7 +11,7 @@ import pytest
 import torch
 from problems import draw_problem, solve
 
-from hub.build import build
+from avq_diffusers.extras.hub.build import build
 
 # numpy is what Triton's interpreter needs, and a GPU does not.
 RUN = """

@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_whole_package(wheel):
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
     }
-    for name in ("__init__.pyi", "py.typed", "hosts/routes.json", "mini/mini-sd/model_index.json"):
+    for name in ("__init__.pyi", "py.typed", "hosts/core/routes.json", "guides/glossary.md", "mini/mini-sd/model_index.json"):
         assert f"avq_diffusers/{name}" in files
     assert files <= set(wheel)
 

@@ -11,7 +11,7 @@ import avq_diffusers
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-FOLDERS = (".", ".github", "avq_diffusers/mini", "distill", "guides")
+FOLDERS = (".", ".github", "avq_diffusers/mini", "avq_diffusers/guides", "distill")
 FOLDERS += ("eval", "eval/results", "eval/results/notes")
 DOCUMENTS = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")]
 # What the example says, and what it becomes for a tiny model on a CPU.

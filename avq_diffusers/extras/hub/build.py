@@ -1,6 +1,6 @@
 """Build the AVQ attention repository for the kernels Hub.
 
-`python hub/build.py FOLDER ORG/avq-attention` writes the sources for the Hub's kernel-builder, and
+`python -m avq_diffusers.extras.hub.build FOLDER ORG/avq-attention` writes the sources for the Hub's kernel-builder, and
 to `build` what `kernels.get_local_kernel` loads: the files of `repository`, and the operation's
 modules with relative imports and with operators in the build's own namespace.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 from avq_diffusers.attention.limits import LIMITS, MATRIX_INSTRUCTIONS, VERIFIED
 
-ROOT = Path(__file__).parents[1]
-LIBRARY, OWN = ROOT / "avq_diffusers", ROOT / "hub" / "repository"
+OWN = Path(__file__).parent / "repository"
+LIBRARY = Path(__file__).parents[2]
 CODEBOOK = ("codebook/__init__.py", "codebook/assignment.py", "codebook/codebook.py")
 MODULES = ("config.py", *CODEBOOK, "attention/**/*.py")
 UNUSED = ("attention/diagnostics.py",)
@@ -45,7 +45,7 @@ def build(folder: Path, repo_id: str) -> None:
         target = folder / path.relative_to(OWN)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(path.read_text()).substitute(values))
-    shutil.copy(ROOT / "LICENSE", folder)
+    shutil.copy(LIBRARY.parent / "LICENSE", folder)
     module = GENERAL["name"].replace("-", "_")
     package = folder / "torch-ext" / module
     for path in sorted({x for pattern in MODULES for x in LIBRARY.glob(pattern)}):
