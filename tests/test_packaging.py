@@ -47,9 +47,10 @@ def test_the_wheel_holds_the_whole_package(wheel):
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
     }
-    for name in ("__init__.pyi", "py.typed", "hosts/core/routes.json", "guides/glossary.md", "mini/mini-sd/model_index.json"):
-        assert f"avq_diffusers/{name}" in files
+    names = "__init__.pyi", "py.typed", "hosts/core/routes.json", "mini/mini-sd/model_index.json"
+    assert {f"avq_diffusers/{name}" for name in names} <= files
     assert files <= set(wheel)
+    assert "avq_diffusers/guides/glossary.md" in wheel
 
 
 def test_type_checkers_follow_an_editable_installation(clone):

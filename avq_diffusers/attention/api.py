@@ -149,7 +149,7 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor,
 
     tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     if backend == "torch":
-        return operators.attention(*tensors, spec.numbers), backend
+        return operators.torch_attention(*tensors, spec.numbers), backend
     # Autocast would choose parents in half precision.
     with torch.autocast(query.device.type, enabled=False):
         parents, children = tensors.parents, tensors.children

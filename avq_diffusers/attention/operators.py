@@ -40,7 +40,7 @@ def by_kernels(tensors: Tensors, spec: Spec) -> Tensor:
 
 
 @torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({CALL}) -> Tensor")
-def attention(*arguments: Any) -> Tensor:
+def torch_attention(*arguments: Any) -> Tensor:
     """`by_pytorch`, as an operator."""
     return by_pytorch(*call_of(arguments))
 
@@ -53,17 +53,17 @@ def kernel_attention(*arguments: Any) -> Tensor:
     return by_kernels(*call_of(arguments))
 
 
-make_differentiable(attention, by_kernels=False)
+make_differentiable(torch_attention, by_kernels=False)
 make_differentiable(kernel_attention, by_kernels=True)
 
 
 @kernel_attention.register_fake
-@attention.register_fake
+@torch_attention.register_fake
 def _(query: Tensor, *others: Any) -> Tensor:
     return torch_forward.empty_tokens(query)
 
 
-@register_flop_formula([x._opoverload.overloadpacket for x in (attention, kernel_attention)])
+@register_flop_formula([x._opoverload.overloadpacket for x in (torch_attention, kernel_attention)])
 def _(*arguments: Any, **others: Any) -> int:
     return forward_flops(*shapes_of(arguments))
 

@@ -1,0 +1,1 @@
+"""Builds the attention operation for the kernels Hub."""
