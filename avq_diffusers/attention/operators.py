@@ -21,7 +21,11 @@ from avq_diffusers.config import Spec
 
 
 def by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
-    """Attention by PyTorch, on any device."""
+    """Attention by PyTorch, on any device.
+
+    Args:
+        tensors, spec: the checked call.
+    """
     tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
     # Autocast would compute the float32 products in half precision.
     with torch.autocast(tensors.query.device.type, enabled=False):
@@ -29,7 +33,11 @@ def by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
 
 
 def by_kernels(tensors: Tensors, spec: Spec) -> Tensor:
-    """Attention by kernels, or by PyTorch if `guarded` rules them out."""
+    """Attention by kernels, or by PyTorch if `guarded` rules them out.
+
+    Args:
+        tensors, spec: the checked call.
+    """
     found = guarded(
         tensors,
         spec,

@@ -49,7 +49,7 @@ def query_order(
         raise ValueError(f"frames must be at least 1, but got {frames}.")
     if kind not in QUERY_ORDERS:
         raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = torch.empty(0).device if device is None else torch.device(device)
     if torch.compiler.is_compiling():
         return _query_order_op(height, width, kind, device, seed, frames)
     return _cached_order(height, width, kind, device, seed, frames)

@@ -140,7 +140,7 @@ def _of_call(
 ) -> dict[Any, Tensor]:
     """A layer's metrics (H,) for one image, and the counts of its leaves."""
     query, key, codebook = call.query.float(), call.key.float(), None
-    options = {name: call.options[name] for name in ("query_order", "scale")}
+    options = {"query_order": call.query_order, "scale": call.scale}
     options |= {"codewords": config.codewords, "query_tile": config.query_tile}
     if codebooks is None:
         sizes = ("num_parents", "num_children", "num_updates")

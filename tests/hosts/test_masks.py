@@ -1,7 +1,5 @@
 """Masks: hidden keys beside the grid's are left out, and calls with any other mask run exact."""
 
-from functools import partial
-
 import pytest
 import torch
 from checks import differ, kinds
@@ -12,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from avq_diffusers import apply_avq, remove_avq, summary
+from avq_diffusers.config import Spec
 from avq_diffusers.hosts.models import masks
 from avq_diffusers.hosts.models.masks import masked_attention, read_groups, seen_tokens
 
@@ -107,18 +106,19 @@ def test_the_operator_of_compiled_code(mask):
     """Catches strides of another layout, AVQ with a mask that it does not serve, a hidden key that
     is seen, and what was read of an earlier mask in the same memory."""
     sizes = {"num_parents": 2, "num_children": 1, "num_refined": 2, "exact_keys": 8}
-    options = {"codewords": "means", "num_updates": 0, "query_tile": 16, "backend": "torch"}
+    options = Spec(**sizes, query_tile=16).numbers, "torch"
     query, key, value = torch.randn(3, 2, 2, 8, 16).transpose(2, 3)
-    memory, attend = mask.clone(), partial(masked_attention, **sizes, **options)
+    memory = mask.clone()
     arguments = query, key, value, memory, torch.arange(5), GRID.start, GRID.stop, None, None
-    torch.library.opcheck(masked_attention, arguments, sizes | options)
+    arguments = *arguments, *options
+    torch.library.opcheck(masked_attention, arguments)
     rows = [x.transpose(1, 2) for x in (query, key, value)]
     exact = scaled_dot_product_attention(*rows, mask).transpose(1, 2)
     seen_queries = KEYS if seen(mask) is not None else torch.ones_like(KEYS)
-    torch.testing.assert_close(attend(*arguments)[seen_queries], exact[seen_queries])
+    torch.testing.assert_close(masked_attention(*arguments)[seen_queries], exact[seen_queries])
     memory.numpy()[:] = mask.dtype == torch.bool  # compiled code changes no version
     exact = scaled_dot_product_attention(*rows).transpose(1, 2)
-    torch.testing.assert_close(attend(*arguments), exact)
+    torch.testing.assert_close(masked_attention(*arguments), exact)
 
 
 def test_compiled():

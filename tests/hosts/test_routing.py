@@ -176,8 +176,8 @@ class TestLearning:
         """Catches a model that moves to the CPU with the break-evens of its GPU."""
         assert learn() == [FOUND]
         ((device, workload),) = state.route.break_even
-        assert state.route.least_tokens(workload, device) == FOUND.eager
-        assert state.route.least_tokens(workload, torch.device("cpu")) == 0
+        assert state.route.learn(workload, device) == FOUND
+        assert state.route.learn(workload, torch.device("cpu")) is None
 
 
 class TestCPU:
@@ -371,6 +371,7 @@ def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
     monkeypatch.setattr(states, "attend", look)
     apply_avq(model, config)
     monkeypatch.setattr(LayerRoute, "learn", learn)
+    monkeypatch.setattr(LayerRoute, "is_open", lambda *call: True)
     predict_of = predict if make is small_unet else predict_tokens
     predict_of(model)
     of_layers = len(looks) // 2
@@ -382,6 +383,7 @@ def test_what_needs_no_measurement(monkeypatch):
     """Catches seconds for AVQ that is off or must run anyway, and times of another attention, or of
     another backend, that are kept for all calls."""
     unet, trials = small_unet(), []
+    monkeypatch.setattr(LayerRoute, "is_open", lambda *call: True)
     monkeypatch.setattr(LayerRoute, "learn", lambda *call: trials.append(len(call) > 3 and call[3]))
     config = AVQConfig.parse("M4P2C2")
     with avq_disabled(apply_avq(unet, config)):

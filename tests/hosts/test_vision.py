@@ -37,7 +37,7 @@ from transformers.models.vit import modeling_vit
 
 from avq_diffusers import apply_avq, remove_avq, select_layers, summary
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.codebooks.stored import AVQCodebooks
+from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.core import state as layer_state
 from avq_diffusers.hosts.models import vision
 

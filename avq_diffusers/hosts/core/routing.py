@@ -159,7 +159,8 @@ class LayerRoute:
 
     def is_open(self, device: torch.device) -> bool:
         """Whether the faster attention runs, whichever that is."""
-        return self.route == "fastest" and self.chosen_at is None and device.type in MEASURED
+        is_open = self.route == "fastest" and self.chosen_at is None
+        return is_open and (device.type in MEASURED or bool(self.break_even))
 
     def learn(
         self, workload: Workload, device: torch.device, trial: Trial | None = None
@@ -172,7 +173,7 @@ class LayerRoute:
         if not self.is_open(device):
             return None
         learned = self.break_even.get((device, workload))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or device.type not in MEASURED:
             return learned
         if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
             return learned

@@ -341,8 +341,7 @@ class LayerState(Replaced):
         Raises:
             NotImplementedError: ONNX exports the model.
         """
-        is_recorded = torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
-        if is_recorded and torch.onnx.is_in_onnx_export():
+        if torch.onnx.is_in_onnx_export():
             raise NotImplementedError(
                 "ONNX has no operators for AVQ; call remove_avq(pipe) to export exact attention."
             )
