@@ -32,7 +32,7 @@ def _documented() -> dict[str, object]:
     found = {name: getattr(avq_diffusers, name) for name in avq_diffusers.__all__}
     for path in sorted(path for x in PACKAGES for path in (ROOT / x).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] == "__init__" or BACKENDS & {*parts}:
+        if parts[-1] == "__init__" or (BACKENDS | {"repository"}) & {*parts}:
             continue
         module = importlib.import_module(".".join(("avq_diffusers", *parts)))
         for name, value in vars(module).items():

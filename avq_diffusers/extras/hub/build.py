@@ -1,7 +1,7 @@
 """Build the AVQ attention repository for the kernels Hub.
 
 `python -m avq_diffusers.extras.hub.build FOLDER ORG/avq-attention` writes the sources for the Hub's
-kernel-builder, and to `build` what `kernels.get_local_kernel` loads: the files of `repository`, and
+kernel-builder, and to `build` what `kernels.get_local_kernel` loads: the files beside this one, and
 the operation's modules with relative imports and with operators in the build's own namespace.
 """
 
