@@ -68,7 +68,7 @@ def use(monkeypatch):
         if of_attention is not None:
             monkeypatch.setattr(attention, "attention_tiling", lambda problem: of_attention)
             of_gradients = gradients.gradient_tiling
-            choice = replace(of_attention, rest_columns=0)
+            choice = replace(of_attention, rest_dims=0)
             monkeypatch.setattr(
                 gradients,
                 "gradient_tiling",
@@ -100,7 +100,7 @@ def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, ref
 
 @pytest.mark.parametrize(("head_dim", "refined"), [(72, 3), (88, 0)])
 def test_columns_in_two_blocks_give_the_same(head_dim, refined, use):
-    use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_columns=32))
+    use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_dims=32))
     shape = {"head_dim": head_dim, "num_parents": 20 if refined else 12, "num_sinks": 5}
     check(drawn(**shape, num_refined=refined, exact_keys=9))
 

@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.attention import (
+    load_dims,
     output_rows,
-    store_columns,
+    query_rows,
+    store_dims,
     tables_of_tile,
     tile_of_program,
 )
@@ -34,7 +36,7 @@ from avq_diffusers.attention.triton.exact import (
     exact_tokens,
     load_token_codes,
     load_tokens,
-    tokens_of_head,
+    sinks_of_tile,
 )
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
@@ -84,16 +86,6 @@ class GradientTile(NamedTuple):
 
 
 @triton.jit
-def _load_rows(pointer, strides, place, STRIDE: tl.constexpr, SIZES: tl.constexpr):
-    """Rows (BLOCK_N, DP) of a tile's queries, padded with zeros."""
-    start = place.batch * strides.batch + place.head.to(tl.int64) * strides.head
-    columns = tl.arange(0, SIZES.PADDED_DIM)
-    offsets = place.token[:, None] * STRIDE + columns[None, :]
-    mask = place.valid[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
-    return tl.load(pointer + tl.multiple_of(start, 8) + offsets, mask=mask, other=0.0)
-
-
-@triton.jit
 def _add_columns(
     grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES: tl.constexpr
 ):
@@ -114,9 +106,9 @@ def _add_columns(
     # (columns, DP)
     grad_values = product(tl.trans(weights), tile.grad)
     grad_codes = product(tl.trans(grad_logits), tile.query)
-    numbers = tl.arange(0, SIZES.PADDED_DIM)
-    pointers = column_ptr + columns[:, None] * (2 * SIZES.HEAD_DIM) + numbers[None, :]
-    mask = valid[:, None] & (numbers < SIZES.HEAD_DIM)[None, :]
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    pointers = column_ptr + columns[:, None] * (2 * SIZES.HEAD_DIM) + dims[None, :]
+    mask = valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
     tl.store(pointers, grad_values, mask=mask)
     tl.store(pointers + SIZES.HEAD_DIM, grad_codes, mask=mask)
     return product(grad_logits, codes, grad_query)
@@ -152,20 +144,10 @@ def _add_tokens(grad_query, tile, tokens, token, column_ptr, columns, valid, SIZ
 
 
 @triton.jit
-def _add_all(
-    grad_query,
-    tile,
-    tables,
-    exact,
-    chosen,
-    sinks,
-    column_ptr,
-    exact_column_ptr,
-    sink_column_ptr,
-    SIZES: tl.constexpr,
-    BLOCKS: tl.constexpr,
+def _add_all_codewords(
+    grad_query, tile, tables, exact, column_ptr, SIZES: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """`_add_columns` for everything a tile sees."""
+    """`_add_columns` for all parents and the children of refined parents."""
     refined = None
     if SIZES.SELECTS:
         refined = load_refined(tables, SIZES)
@@ -182,31 +164,47 @@ def _add_all(
             grad_query = _add_codewords(
                 grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES
             )
+    return grad_query
+
+
+@triton.jit
+def _add_all_keys(grad_query, tile, exact, chosen, sinks, gradients, SIZES: tl.constexpr):
+    """`_add_columns` for exact keys and sink keys."""
     if SIZES.EXACT_KEYS:
-        for first in tl.range(0, chosen[1], max(SIZES.VISIBLE, SIZES.BLOCK_K)):
+        for first in tl.range(0, chosen.num_keys, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
             tokens, number = exact_tokens(exact, chosen, first, SIZES)
             for start in tl.range(0, number, SIZES.BLOCK_K):
                 rank = start + tl.arange(0, SIZES.BLOCK_K)
                 token = tl.gather(tokens, rank, axis=0)
+                columns = first + rank
+                column_ptr = gradients.exact_column
                 valid = rank < number
                 grad_query = _add_tokens(
-                    grad_query,
-                    tile,
-                    exact.keys,
-                    token,
-                    exact_column_ptr,
-                    first + rank,
-                    valid,
-                    SIZES,
+                    grad_query, tile, exact.keys, token, column_ptr, columns, valid, SIZES
                 )
     if SIZES.SINKS:
         for start in tl.range(0, sinks.number, SIZES.BLOCK_K):
             token = start + tl.arange(0, SIZES.BLOCK_K)
             valid = token < sinks.number
             grad_query = _add_tokens(
-                grad_query, tile, sinks, token, sink_column_ptr, token, valid, SIZES
+                grad_query, tile, sinks, token, gradients.sink_column, token, valid, SIZES
             )
     return grad_query
+
+
+@triton.jit
+def _gradients_of_tile(gradients, exact, sinks, place, SIZES: tl.constexpr):
+    """The `ColumnGradients` of a query tile."""
+    COLUMNS: tl.constexpr = SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
+    ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
+    exact_column_ptr = None
+    sink_column_ptr = None
+    if SIZES.EXACT_KEYS:
+        exact_column_ptr = gradients.exact_column + place.number * exact.budget * ROW
+    if SIZES.SINKS:
+        sink_column_ptr = gradients.sink_column + place.number * sinks.number * ROW
+    column_ptr = gradients.column + place.number * (COLUMNS * ROW)
+    return ColumnGradients(column_ptr, exact_column_ptr, sink_column_ptr)
 
 
 @triton.jit
@@ -215,7 +213,6 @@ def column_gradients_kernel(
     grad_output_ptr,
     query_order_ptr,
     centre_ptr,
-    row_weight_ptr,
     grad_query_ptr,
     gradients: ColumnGradients,
     tables: Tables,
@@ -239,44 +236,30 @@ def column_gradients_kernel(
 
     grad_query: (B, N, H, D).
     """
-    COLUMNS: tl.constexpr = SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
-    ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
+    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     place = tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS)
     tables = tables_of_tile(tables, place, SIZES)
-    column_ptr = gradients.column + place.number * (COLUMNS * ROW)
-    exact = None
-    sink_tokens = None
-    exact_column_ptr = None
-    sink_column_ptr = None
-    if SIZES.EXACT_KEYS:
-        tokens = tokens_of_head(keys, key_layout, centre_ptr, place, SIZES)
-        exact = exact_of_tile(tokens, leaves, row_weight_ptr, columns, exact_keys, place, SIZES)
-        exact_column_ptr = gradients.exact_column + place.number * exact_keys * ROW
-    if SIZES.SINKS:
-        sink_tokens = tokens_of_head(sinks, sink_layout, centre_ptr, place, SIZES)
-        sink_column_ptr = gradients.sink_column + place.number * sink_tokens.number * ROW
+    exact = exact_of_tile(
+        keys, key_layout, centre_ptr, tables, leaves, columns, exact_keys, place, SIZES
+    )
+    sink_tokens = sinks_of_tile(sinks, sink_layout, centre_ptr, place, SIZES)
+    gradients = _gradients_of_tile(gradients, exact, sink_tokens, place, SIZES)
 
     # (BLOCK_N, DP)
-    query = _load_rows(query_ptr, query_strides, place, QUERY_STRIDE, SIZES)
-    grad = _load_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE, SIZES)
+    rows = query_rows(query_ptr, query_strides, place, QUERY_STRIDE)
+    query = load_dims(rows, 0, place, HEAD_DIM, SIZES.PADDED_DIM)
+    rows = query_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE)
+    grad = load_dims(rows, 0, place, HEAD_DIM, SIZES.PADDED_DIM)
 
     softmax, total, chosen = attend_tile(
         (query,), place.valid, tables, exact, sink_tokens, SIZES, BLOCKS
     )
     delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
     tile = GradientTile(query, grad, softmax.running_max + tl.log2(total), delta)
-    grad_query = _add_all(
-        tl.zeros(query.shape, tl.float32),
-        tile,
-        tables,
-        exact,
-        chosen,
-        sink_tokens,
-        column_ptr,
-        exact_column_ptr,
-        sink_column_ptr,
-        SIZES,
-        GRADIENT_BLOCKS,
+    grad_query = tl.zeros(query.shape, tl.float32)
+    grad_query = _add_all_codewords(
+        grad_query, tile, tables, exact, gradients.column, SIZES, GRADIENT_BLOCKS
     )
+    grad_query = _add_all_keys(grad_query, tile, exact, chosen, sink_tokens, gradients, SIZES)
     rows = output_rows(grad_query_ptr, place, num_queries, SIZES)
-    store_columns(rows, 0, place, grad_query * LN2, SIZES.HEAD_DIM)
+    store_dims(rows, 0, place, grad_query * LN2, HEAD_DIM)

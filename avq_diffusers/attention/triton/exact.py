@@ -79,8 +79,21 @@ class ExactKeys(NamedTuple):
     columns: ColumnPointers
 
 
+class ChosenColumns(NamedTuple):
+    """The exact columns of a tile.
+
+    earlier: (VISIBLE) exact keys before those of each column.
+    shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
+    """
+
+    number: tl.tensor
+    num_keys: tl.tensor
+    earlier: tl.tensor
+    shift: tl.tensor
+
+
 @triton.jit
-def tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
+def _tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
     """The `Tokens` of the head of a query tile."""
     head = tile.head.to(tl.int64)
     key_start = tile.batch * layout.key_batch + head * layout.key_head
@@ -97,24 +110,39 @@ def tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
 
 
 @triton.jit
-def exact_of_tile(keys, leaves, row_weight_ptr, columns, budget, tile, SIZES: tl.constexpr):
-    """The `ExactKeys` of a query tile."""
-    table = tile.batch_head * SIZES.ROWS
-    first = tile.number * SIZES.VISIBLE
-    return ExactKeys(
-        keys,
-        budget,
-        leaves.leaf_order + tile.batch_head * keys.number,
-        leaves.row_start + table,
-        leaves.row_count + table,
-        row_weight_ptr + table,
-        ColumnPointers(
-            columns.score + first,
-            columns.row + first,
-            columns.exact_row + first,
-            columns.first + first,
-        ),
-    )
+def exact_of_tile(
+    keys, layout, centre_ptr, tables, leaves, columns, budget, tile, SIZES: tl.constexpr
+):
+    """The `ExactKeys` of a query tile, from its tables; None without exact keys."""
+    exact = None
+    if SIZES.EXACT_KEYS:
+        tokens = _tokens_of_head(keys, layout, centre_ptr, tile, SIZES)
+        row = tile.batch_head * SIZES.ROWS
+        first = tile.number * SIZES.VISIBLE
+        exact = ExactKeys(
+            tokens,
+            budget,
+            leaves.leaf_order + tile.batch_head * tokens.number,
+            leaves.row_start + row,
+            leaves.row_count + row,
+            tables.row_weight,
+            ColumnPointers(
+                columns.score + first,
+                columns.row + first,
+                columns.exact_row + first,
+                columns.first + first,
+            ),
+        )
+    return exact
+
+
+@triton.jit
+def sinks_of_tile(sinks, layout, centre_ptr, tile, SIZES: tl.constexpr):
+    """The sink `Tokens` of a query tile; None without sinks."""
+    tokens = None
+    if SIZES.SINKS:
+        tokens = _tokens_of_head(sinks, layout, centre_ptr, tile, SIZES)
+    return tokens
 
 
 @triton.jit
@@ -127,14 +155,7 @@ def store_scores(attention, exact, columns, rows, valid):
 
 @triton.jit
 def choose_columns(query, exact, SIZES: tl.constexpr):
-    """Choose the exact columns by their stored scores.
-
-    Returns:
-        num_columns: of them.
-        total: the number of exact keys.
-        earlier: (VISIBLE) exact keys before those of each column.
-        shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
-    """
+    """Choose the exact columns by their stored scores; return `ChosenColumns`."""
     VISIBLE: tl.constexpr = SIZES.VISIBLE
     BITS: tl.constexpr = 63 if query[0].dtype == tl.float32 else 31
     # What follows reads what other threads of this program wrote.
@@ -174,11 +195,11 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     count = tl.where(is_exact, count, 0)
     earlier = tl.cumsum(count, axis=0) - count
     tl.store(exact.columns.first + column, tl.where(is_exact, earlier, NEVER), mask=is_column)
-    num_columns = tl.sum(is_exact.to(tl.int32), axis=0)
-    total = tl.sum(count, axis=0)
+    number = tl.sum(is_exact.to(tl.int32), axis=0)
+    num_keys = tl.sum(count, axis=0)
     shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - earlier
     tl.debug_barrier()
-    return num_columns, total, earlier, shift
+    return ChosenColumns(number, num_keys, earlier, shift)
 
 
 @triton.jit
@@ -202,25 +223,24 @@ def _take_away(
 def load_tokens(
     pointer, token, stride, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr
 ):
-    """Columns from FIRST on of some tokens, (tokens, WIDTH); 1 beyond the head dim."""
-    column = FIRST + tl.arange(0, WIDTH)
-    is_number = (column < SIZES.HEAD_DIM)[None, :]
-    pointers = pointer + token.to(tl.int64)[:, None] * stride + column[None, :]
-    block = tl.load(pointers, mask=valid[:, None] & is_number, other=0.0)
-    return tl.where(is_number, block, 1.0).to(block.dtype)
+    """Dims from FIRST on of some tokens, (tokens, WIDTH); 1 beyond the head dim."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    is_dim = (dims < SIZES.HEAD_DIM)[None, :]
+    pointers = pointer + token.to(tl.int64)[:, None] * stride + dims[None, :]
+    block = tl.load(pointers, mask=valid[:, None] & is_dim, other=0.0)
+    return tl.where(is_dim, block, 1.0).to(block.dtype)
 
 
 @triton.jit
 def load_token_codes(
     tokens, token, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr
 ):
-    """The same columns of keys, around the centre, times the factor of the logits."""
+    """The same dims of keys, around the centre, times the factor of the logits."""
     key = load_tokens(tokens.key, token, tokens.key_stride, valid, FIRST, WIDTH, SIZES)
-    column = FIRST + tl.arange(0, WIDTH)
-    is_number = column < SIZES.HEAD_DIM
-    centre = tl.load(tokens.centre + column)
+    dims = FIRST + tl.arange(0, WIDTH)
+    centre = tl.load(tokens.centre + dims)
     codes = (key.to(tl.float32) - centre[None, :]) * SIZES.FACTOR
-    return tl.where(is_number[None, :], codes, 0.0).to(key.dtype)
+    return tl.where((dims < SIZES.HEAD_DIM)[None, :], codes, 0.0).to(key.dtype)
 
 
 @triton.jit
@@ -249,20 +269,18 @@ def exact_tokens(exact, chosen, first, SIZES: tl.constexpr):
 
     Finding places for many ranks at once costs as much as for a few.
     """
-    _, total, earlier, shift = chosen
     CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
     ranks = first + tl.arange(0, CHUNK)
-    places = place_of(ranks, earlier, shift, SIZES.VISIBLE, SIZES.LOG2_VISIBLE)
-    tokens = tl.load(exact.leaf_order + places, mask=ranks < total, other=0)
-    return tokens, tl.minimum(CHUNK, total - first)
+    places = place_of(ranks, chosen.earlier, chosen.shift, SIZES.VISIBLE, SIZES.LOG2_VISIBLE)
+    tokens = tl.load(exact.leaf_order + places, mask=ranks < chosen.num_keys, other=0)
+    return tokens, tl.minimum(CHUNK, chosen.num_keys - first)
 
 
 @triton.jit
 def attend_exact(query, tables, exact, chosen, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
     """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
-    num_columns, total, _, _ = chosen
-    softmax = _take_away(query, tables, exact, num_columns, softmax, SIZES, RUNNING)
-    for first in tl.range(0, total, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
+    softmax = _take_away(query, tables, exact, chosen.number, softmax, SIZES, RUNNING)
+    for first in tl.range(0, chosen.num_keys, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
         tokens, number = exact_tokens(exact, chosen, first, SIZES)
         for start in tl.range(0, number, SIZES.BLOCK_K):
             rank = start + tl.arange(0, SIZES.BLOCK_K)

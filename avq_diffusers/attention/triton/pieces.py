@@ -24,6 +24,10 @@ class CellSizes(NamedTuple):
     NUM_CHUNKS: tl.constexpr  # most chunks of a head, a power of two
     LOG2_CHUNKS: tl.constexpr
     PIECE: tl.constexpr
+    VALUE_WIDTH: tl.constexpr  # numbers in a row with mean values
+    FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
+    EXACT_KEYS: tl.constexpr  # whether tiles have exact keys
+    LEAVES: tl.constexpr  # whether the leaf of each key is stored
 
 
 class Chunks(NamedTuple):
@@ -34,9 +38,18 @@ class Chunks(NamedTuple):
     number: tl.tensor
 
 
+class SortedKeys(NamedTuple):
+    """The sorted keys of a head: `order` and `start` of `SortPointers`."""
+
+    order: tl.tensor
+    start: tl.tensor
+    chunks: Chunks
+
+
 class Cell(NamedTuple):
     """Where a parent's keys are."""
 
+    order: tl.tensor
     first: tl.tensor  # number of keys of all lower parents
     total: tl.tensor  # number of its keys
     earlier: tl.tensor  # (NUM_CHUNKS) how many of them are in earlier chunks
@@ -44,19 +57,26 @@ class Cell(NamedTuple):
 
 
 @triton.jit
-def extra_pieces(start_ptr, num_chunks, CELLS: tl.constexpr):
+def sorted_keys(sort, batch_head, chunks, CELLS: tl.constexpr):
+    """The `SortedKeys` of a head."""
+    start = batch_head * (CELLS.PARENT_ROWS + 1) * CELLS.NUM_CHUNKS
+    return SortedKeys(sort.order + batch_head * chunks.num_keys, sort.start + start, chunks)
+
+
+@triton.jit
+def extra_pieces(keys, CELLS: tl.constexpr):
     """(MP) number of pieces of each parent after its first."""
     PARENT_ROWS: tl.constexpr = CELLS.PARENT_ROWS
     NUM_CHUNKS: tl.constexpr = CELLS.NUM_CHUNKS
     MOST: tl.constexpr = 2048 // PARENT_ROWS
     BLOCK: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
     num_keys = tl.zeros([PARENT_ROWS], tl.int32)
-    for first_chunk in tl.range(0, num_chunks, BLOCK):
+    for first_chunk in tl.range(0, keys.chunks.number, BLOCK):
         chunks = first_chunk + tl.arange(0, BLOCK)
         offsets = tl.arange(0, PARENT_ROWS)[:, None] * NUM_CHUNKS + chunks[None, :]
-        is_chunk = (chunks < num_chunks)[None, :]
-        starts = tl.load(start_ptr + offsets, mask=is_chunk, other=0)
-        stops = tl.load(start_ptr + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
+        is_chunk = (chunks < keys.chunks.number)[None, :]
+        starts = tl.load(keys.start + offsets, mask=is_chunk, other=0)
+        stops = tl.load(keys.start + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
         num_keys += tl.sum(stops - starts, axis=1)
     return tl.maximum(num_keys - 1, 0) // CELLS.PIECE
 
@@ -77,19 +97,19 @@ def place_of(rank, earlier, shift, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr):
 
 
 @triton.jit
-def keys_of_cell(order_ptr, rank, valid, cell, CELLS: tl.constexpr):
+def keys_of_cell(rank, valid, cell, CELLS: tl.constexpr):
     """The keys at these ranks in their cell; key 0 where a rank is not valid."""
     place = place_of(rank, cell.earlier, cell.shift, CELLS.NUM_CHUNKS, CELLS.LOG2_CHUNKS)
-    return tl.load(order_ptr + place, mask=valid, other=0)
+    return tl.load(cell.order + place, mask=valid, other=0)
 
 
 @triton.jit
-def parent_of(piece, start_ptr, num_chunks, CELLS: tl.constexpr):
+def parent_of(piece, keys, CELLS: tl.constexpr):
     """The parent of a piece and the piece's index within it; parent MP means none."""
     parent = piece
     part = 0
     if piece >= CELLS.PARENT_ROWS:
-        extra = extra_pieces(start_ptr, num_chunks, CELLS)
+        extra = extra_pieces(keys, CELLS)
         stop_piece = CELLS.PARENT_ROWS + tl.cumsum(extra, axis=0)
         parent = tl.sum((stop_piece <= piece).to(tl.int32), axis=0)
         is_parent = tl.arange(0, CELLS.PARENT_ROWS) == parent
@@ -98,23 +118,26 @@ def parent_of(piece, start_ptr, num_chunks, CELLS: tl.constexpr):
 
 
 @triton.jit
-def first_extra_piece(parent, start_ptr, num_chunks, CELLS: tl.constexpr):
+def first_extra_piece(parent, keys, CELLS: tl.constexpr):
     """The second piece of a parent, if it has one."""
-    extra = extra_pieces(start_ptr, num_chunks, CELLS)
+    extra = extra_pieces(keys, CELLS)
     is_lower = tl.arange(0, CELLS.PARENT_ROWS) < parent
     return CELLS.PARENT_ROWS + tl.sum(tl.where(is_lower, extra, 0), axis=0)
 
 
 @triton.jit
-def cell_of(parent, start_ptr, chunks, CELLS: tl.constexpr):
+def cell_of(parent, keys, CELLS: tl.constexpr):
     """The `Cell` of a parent."""
     chunk = tl.arange(0, CELLS.NUM_CHUNKS)
-    is_chunk = chunk < chunks.number
-    starts = tl.load(start_ptr + parent * CELLS.NUM_CHUNKS + chunk, mask=is_chunk, other=0)
-    stops = tl.load(start_ptr + (parent + 1) * CELLS.NUM_CHUNKS + chunk, mask=is_chunk, other=0)
+    is_chunk = chunk < keys.chunks.number
+    starts_ptr = keys.start + parent * CELLS.NUM_CHUNKS + chunk
+    starts = tl.load(starts_ptr, mask=is_chunk, other=0)
+    stops_ptr = keys.start + (parent + 1) * CELLS.NUM_CHUNKS + chunk
+    stops = tl.load(stops_ptr, mask=is_chunk, other=0)
     total = tl.sum(stops - starts, axis=0)
     earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
-    return Cell(tl.sum(starts, axis=0), total, earlier, chunk * chunks.length + starts - earlier)
+    shift = chunk * keys.chunks.length + starts - earlier
+    return Cell(keys.order, tl.sum(starts, axis=0), total, earlier, shift)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, N queries, S keys, T sinks, D head dim, M0 parents.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,7 +13,6 @@ from avq_diffusers.attention.limits import matrix_instructions
 from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import (
-    Address,
     Pointer,
     address,
     aligned,
@@ -32,6 +31,10 @@ class Layout(NamedTuple):
     def of(cls, tensor: Tensor) -> "Layout":
         return cls(tensor.shape, tensor.stride())
 
+    def divided(self, divisor: int) -> "Strides":
+        """All strides but the last, divided."""
+        return Strides(*(stride // divisor for stride in self.strides[:3]))
+
 
 class Strides(NamedTuple):
     """Token strides, possibly divided by `ALIGN`."""
@@ -39,6 +42,27 @@ class Strides(NamedTuple):
     batch: tl.tensor
     head: tl.tensor
     token: tl.tensor
+
+
+class Given(NamedTuple):
+    """What a call gives to its kernels: pointers in a plan, addresses in a run, or None."""
+
+    query: Any
+    key: Any
+    value: Any
+    sink_key: Any
+    sink_value: Any
+    query_order: Any
+    key_order: Any
+    parents: Any
+    stored_codes: Any
+    bias: Any
+    centre: Any  # of stored codes
+    output: Any = None
+    grad_output: Any = None
+    grad_query: Any = None
+    grad_key: Any = None
+    grad_value: Any = None
 
 
 class Problem(NamedTuple):
@@ -118,32 +142,36 @@ class Problem(NamedTuple):
         """Query tiles per head."""
         return -(-self.query.shape[2] // self.spec.query_tile)
 
-    def pointers(self) -> dict[str, Pointer | None]:
-        """Pointers to the call's inputs; None for absent ones."""
-        dtypes = {
-            "query": self.dtype,
-            "key": self.dtype,
-            "value": self.dtype,
-            "sink_key": self.dtype if self.sinks else None,
-            "sink_value": self.dtype if self.sinks else None,
-            "query_order": self.query_order,
-            "key_order": self.key_order,
-            "parents": self.dtype if self.has_parents else None,
-            "stored_codes": self.dtype if self.is_stored else None,
-            "bias": torch.float32 if self.is_stored else None,
-            "centre": torch.float32 if self.is_stored else None,
-        }
-        return {name: dtype and Pointer(name, dtype) for name, dtype in dtypes.items()}
+    def pointers(self, *, gradients: bool = False) -> Given:
+        """Pointers to what the call gives, with outputs or else their gradients."""
+        dtype, wide = self.dtype, torch.float32
+        dtypes = Given(
+            query=dtype,
+            key=dtype,
+            value=dtype,
+            sink_key=dtype if self.sinks else None,
+            sink_value=dtype if self.sinks else None,
+            query_order=self.query_order,
+            key_order=self.key_order,
+            parents=dtype if self.has_parents else None,
+            stored_codes=dtype if self.is_stored else None,
+            bias=wide if self.is_stored else None,
+            centre=wide if self.is_stored else None,
+            output=None if gradients else dtype,
+        )
+        if gradients:
+            dtypes = dtypes._replace(
+                grad_output=dtype, grad_query=dtype, grad_key=dtype, grad_value=dtype
+            )
+        return Given(*(dtype and Pointer(place, dtype) for place, dtype in enumerate(dtypes)))
 
 
-def strides_of(*layouts: Layout) -> tuple[int, list[Strides]]:
-    """A common divisor of all strides, 8 or 1, and each tensor's strides divided by it.
+def alignment_of(*layouts: Layout) -> int:
+    """A common divisor of all strides, 8 or 1.
 
     Multiplying by a constant lets the compiler prove that 16-byte rows are aligned.
     """
-    strides = [x.strides[:3] for x in layouts]
-    align = 8 if all(stride % 8 == 0 for each in strides for stride in each) else 1
-    return align, [Strides(*(stride // align for stride in each)) for each in strides]
+    return 8 if all(stride % 8 == 0 for x in layouts for stride in x.strides[:3]) else 1
 
 
 def readable(tensors: Tensors) -> Tensors:
@@ -162,22 +190,22 @@ def readable(tensors: Tensors) -> Tensors:
     )
 
 
-def addresses_of(
-    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None
-) -> dict[str, Address]:
-    """Addresses of the call's inputs, by the names of `Problem.pointers`."""
-    addresses = {
-        "query": address(tensors.query),
-        "key": address(tensors.key),
-        "value": address(tensors.value),
-        "sink_key": address(tensors.sink_key),
-        "sink_value": address(tensors.sink_value),
-        "query_order": address(tensors.query_order),
-        "key_order": address(tensors.key_order),
-        "parents": address(parents),
-    }
-    if stored is not None:
-        addresses["stored_codes"] = address(stored.codes)
-        addresses["bias"] = address(stored.bias)
-        addresses["centre"] = address(stored.centre)
-    return addresses
+def given_by(
+    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, **outputs: Tensor
+) -> Given:
+    """Addresses of what a call gives."""
+    codes, bias, centre = stored or (None, None, None)
+    return Given(
+        address(tensors.query),
+        address(tensors.key),
+        address(tensors.value),
+        address(tensors.sink_key),
+        address(tensors.sink_value),
+        address(tensors.query_order),
+        address(tensors.key_order),
+        address(parents),
+        address(codes),
+        address(bias),
+        address(centre),
+        **{name: address(tensor) for name, tensor in outputs.items()},
+    )

@@ -3,10 +3,13 @@
 Shapes: as in `attention`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.exact import (
+    ExactKeys,
     attend_exact,
     attend_sinks,
     choose_columns,
@@ -31,6 +34,14 @@ from avq_diffusers.attention.triton.softmax import (
 LEAST_TOTAL = tl.constexpr(2.0**-10)
 # A power of two whose products with weights up to 1 are finite.
 MOST_EXPONENT = tl.constexpr(126.0)
+
+
+class Scoring(NamedTuple):
+    """What scores of columns need."""
+
+    exact: ExactKeys
+    # (BLOCK_N), log2 of attention to parents, infinite for rows without a query.
+    log_denominator: tl.tensor
 
 
 @triton.jit
@@ -95,22 +106,21 @@ def _attend_rows(
     SIZES: tl.constexpr,
     WHOLE: tl.constexpr,
     RUNNING: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
     """Add one block of codewords to a softmax: `code_rows` with the mean values of `value_rows`.
 
-    scoring: None, or a pointer to store the scores of `columns`, and the (BLOCK_N) log2 denominator
-        of attention to parents, infinite for rows without a query.
     WHOLE: all shares are 1.
+    SCORES: store the scores of `columns`.
     """
     codes, log_counts, values, shares = load_codewords(
         tables, code_rows, value_rows, valid, SIZES, WHOLE, RUNNING
     )
     weights, softmax = weigh(query, codes, log_counts, softmax, RUNNING)
-    if scoring is not None:
-        exact, log_denominator = scoring
-        exponent = tl.minimum(softmax.running_max - log_denominator, MOST_EXPONENT)
+    if SCORES:
+        exponent = tl.minimum(softmax.running_max - scoring.log_denominator, MOST_EXPONENT)
         attention = tl.sum(weights * tl.exp2(exponent)[:, None], axis=0)
-        store_scores(attention, exact, columns, value_rows, valid)
+        store_scores(attention, scoring.exact, columns, value_rows, valid)
     return accumulate(softmax, weights, values, shares, SIZES)
 
 
@@ -123,6 +133,7 @@ def _attend_parents(
     SIZES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     RUNNING: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
     """Add all parents, refined ones with the keys that stay, BLOCK_M at a time."""
     refined = None
@@ -144,6 +155,7 @@ def _attend_parents(
             SIZES,
             SIZES.MEANS,
             RUNNING,
+            SCORES,
         )
     return softmax
 
@@ -161,7 +173,18 @@ def _attend_stays(query, tables, scoring, softmax, SIZES: tl.constexpr, RUNNING:
         parents = tl.load(tables.refined + place, mask=valid, other=0)
         rows = SIZES.PARENT_ROWS + parents
         softmax = _attend_rows(
-            query, tables, scoring, parents, rows, rows, valid, softmax, SIZES, True, RUNNING
+            query,
+            tables,
+            scoring,
+            parents,
+            rows,
+            rows,
+            valid,
+            softmax,
+            SIZES,
+            True,
+            RUNNING,
+            SIZES.EXACT_KEYS,
         )
     return softmax
 
@@ -175,6 +198,7 @@ def _attend_children(
     SIZES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     RUNNING: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
     """Add the children of the refined parents, BLOCK_P parents at a time."""
     for start in tl.range(0, SIZES.NUM_REFINED, BLOCK_P):
@@ -191,6 +215,7 @@ def _attend_children(
             SIZES,
             True,
             RUNNING,
+            SCORES,
         )
     return softmax
 
@@ -203,7 +228,7 @@ def _parents_in_one_block(
 
     Returns:
         softmax: over all parents, refined ones with the keys that stay.
-        log_denominator: (BLOCK_N) of the attention to parents, for `_attend_rows`.
+        log_denominator: (BLOCK_N) of the attention to parents, as in `Scoring`.
     """
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     parents = tl.arange(0, PARENT_ROWS)
@@ -241,7 +266,7 @@ def _parents_in_one_block(
     # Later code reads what other threads of this program wrote.
     tl.debug_barrier()
     if SIZES.MEANS:
-        scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
+        scoring = Scoring(exact, log_denominator)
         softmax = _attend_stays(query, tables, scoring, softmax, SIZES, RUNNING)
     return softmax, log_denominator
 
@@ -272,8 +297,10 @@ def _parents_in_blocks(
     if BLOCKS.RUNNING:
         running_max = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
     softmax = empty_softmax(running_max, SIZES)
-    scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
-    softmax = _attend_parents(query, tables, scoring, softmax, SIZES, BLOCKS.M, BLOCKS.RUNNING)
+    scoring = Scoring(exact, log_denominator)
+    softmax = _attend_parents(
+        query, tables, scoring, softmax, SIZES, BLOCKS.M, BLOCKS.RUNNING, SIZES.EXACT_KEYS
+    )
     return softmax, log_denominator
 
 
@@ -312,9 +339,11 @@ def attend_tile(
         softmax, log_denominator = _parents_in_blocks(
             query, valid_query, tables, exact, SIZES, BLOCKS
         )
+    scoring = Scoring(exact, log_denominator)
     if SIZES.NUM_REFINED > 0:
-        scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
-        softmax = _attend_children(query, tables, scoring, softmax, SIZES, BLOCKS.P, RUNNING)
+        softmax = _attend_children(
+            query, tables, scoring, softmax, SIZES, BLOCKS.P, RUNNING, SIZES.EXACT_KEYS
+        )
     chosen = ()
     if SIZES.EXACT_KEYS:
         chosen = choose_columns(query, exact, SIZES)
@@ -327,10 +356,12 @@ def attend_tile(
         if tl.min(in_range.to(tl.int32)) == 0:
             least = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
             softmax = empty_softmax(least, SIZES)
-            softmax = _attend_parents(query, tables, None, softmax, SIZES, BLOCKS.AGAIN_M, True)
+            softmax = _attend_parents(
+                query, tables, scoring, softmax, SIZES, BLOCKS.AGAIN_M, True, False
+            )
             if SIZES.NUM_REFINED > 0:
                 softmax = _attend_children(
-                    query, tables, None, softmax, SIZES, BLOCKS.AGAIN_P, True
+                    query, tables, scoring, softmax, SIZES, BLOCKS.AGAIN_P, True, False
                 )
             softmax = _attend_keys(query, tables, exact, chosen, sinks, softmax, SIZES, True)
             total = total_weight(softmax, SIZES)
