@@ -36,7 +36,7 @@ def attention(backend: str = "triton", **options) -> torch.Tensor:
 
 
 def spoil(monkeypatch, kernel: str, find, change) -> None:
-    """Change what lies at one of a kernel's pointers after every launch, as a wrong kernel would."""
+    """Change what lies at a pointer after every launch of a kernel, as a wrong kernel would."""
     launch_it = launch.Launch.__call__
 
     def spoiled(self, addresses, stream):
