@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _load_codes(head, parent, cell, SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _load_codes(head, parent, cell, SIZES, CELLS):
     """(L, DP) codes of the parent and its children, and (L) biases; nothing without children."""
     codes = ()
     bias = ()
@@ -107,7 +107,7 @@ def _load_codes(head, parent, cell, SIZES: tl.constexpr, CELLS: tl.constexpr):
 
 
 @triton.jit
-def _sum_squares(square_ptr, start, stop, cell, CELLS: tl.constexpr):
+def _sum_squares(square_ptr, start, stop, cell, CELLS):
     """Sum of the squared distances of a cell's keys, ranks `start` to `stop`."""
     BLOCK: tl.constexpr = 256
     squares = tl.zeros([BLOCK], tl.float32)
@@ -119,18 +119,7 @@ def _sum_squares(square_ptr, start, stop, cell, CELLS: tl.constexpr):
 
 
 @triton.jit
-def _sum_leaves(
-    head,
-    at,
-    codes,
-    bias,
-    cell,
-    start,
-    stop,
-    SIZES: tl.constexpr,
-    CELLS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
     """The `Sums` of a cell's keys, ranks `start` to `stop`, by their leaf, which is stored."""
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     leaves = tl.arange(0, LEAF_ROWS)
@@ -171,14 +160,14 @@ def _sum_leaves(
 
 
 @triton.jit
-def _offsets(SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _offsets(SIZES, CELLS):
     """(L, DP) Offsets in the sums of a piece."""
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
     return leaves[:, None] * SIZES.PADDED_DIM + tl.arange(0, SIZES.PADDED_DIM)[None, :]
 
 
 @triton.jit
-def _store_piece(pieces, piece, sums, SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _store_piece(pieces, piece, sums, SIZES, CELLS):
     """Store the sums over a piece."""
     KEYS: tl.constexpr = CELLS.LEAF_ROWS * SIZES.PADDED_DIM
     ROW: tl.constexpr = (2 if SIZES.MEANS else 1) * KEYS
@@ -192,9 +181,7 @@ def _store_piece(pieces, piece, sums, SIZES: tl.constexpr, CELLS: tl.constexpr):
 
 
 @triton.jit
-def _add_pieces(
-    pieces, sums, parent, first_extra, num_parts, SIZES: tl.constexpr, CELLS: tl.constexpr
-):
+def _add_pieces(pieces, sums, parent, first_extra, num_parts, SIZES, CELLS):
     """The sums over all pieces of a parent, in order."""
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     KEYS: tl.constexpr = LEAF_ROWS * SIZES.PADDED_DIM
@@ -224,7 +211,7 @@ def _log2(count):
 
 
 @triton.jit
-def _store_values(row_ptr, means, share, is_row, SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _store_values(row_ptr, means, share, is_row, SIZES, CELLS):
     """Write rows of DV numbers: a mean value in the first D, the share of keys in the others."""
     WIDTH: tl.constexpr = CELLS.VALUE_WIDTH
     dims = tl.arange(0, SIZES.PADDED_DIM)
@@ -239,9 +226,7 @@ def _store_values(row_ptr, means, share, is_row, SIZES: tl.constexpr, CELLS: tl.
 
 
 @triton.jit
-def _store_mean_keys(
-    head, at, rows, sums, squares, counts, is_row, SIZES: tl.constexpr, CELLS: tl.constexpr
-):
+def _store_mean_keys(head, at, rows, sums, squares, counts, is_row, SIZES, CELLS):
     """Write mean keys around the centre, times the logits' factor; 0 without keys.
 
     Returns the variance of each row: the mean squared distance of its keys from their mean.
@@ -257,7 +242,7 @@ def _store_mean_keys(
 
 
 @triton.jit
-def _store_leaves(head, at, sums, parent, SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _store_leaves(head, at, sums, parent, SIZES, CELLS):
     """Write the rows of the keys that stay with a parent, and of its children."""
     tables = at.tables
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
@@ -286,7 +271,7 @@ def _store_leaves(head, at, sums, parent, SIZES: tl.constexpr, CELLS: tl.constex
 
 
 @triton.jit
-def _store_cell(head, at, sums, parent, SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _store_cell(head, at, sums, parent, SIZES, CELLS):
     """Write the row of all keys of a parent."""
     tables = at.tables
     count = tl.sum(sums.counts, axis=0)
@@ -307,7 +292,7 @@ def _store_cell(head, at, sums, parent, SIZES: tl.constexpr, CELLS: tl.constexpr
 
 
 @triton.jit
-def _store_rows(head, at, sums, parent, SIZES: tl.constexpr, CELLS: tl.constexpr):
+def _store_rows(head, at, sums, parent, SIZES, CELLS):
     """Write one parent's rows."""
     _store_leaves(head, at, sums, parent, SIZES, CELLS)
     _store_cell(head, at, sums, parent, SIZES, CELLS)
@@ -324,8 +309,8 @@ def _at_head(
     value_strides,
     head,
     num_pieces,
-    SIZES: tl.constexpr,
-    CELLS: tl.constexpr,
+    SIZES,
+    CELLS,
 ):
     """The `HeadOfPieces` of this program."""
     PADDED_DIM: tl.constexpr = SIZES.PADDED_DIM

@@ -45,7 +45,7 @@ from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
 from avq_diffusers.attention.triton.problem import Given, Layout, Problem, Strides, alignment_of
 from avq_diffusers.attention.triton.softmax import Tables, TileBlocks, TileSizes
-from avq_diffusers.attention.triton.tile import attend_tile
+from avq_diffusers.attention.triton.tile import TileInputs, attend_tile
 from avq_diffusers.attention.triton.tuning import (
     COLUMN_BLOCK,
     AttentionTiling,
@@ -68,7 +68,7 @@ class TileOfQueries(NamedTuple):
 
 
 @triton.jit
-def tile_of_program(query_order_ptr, num_queries, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS):
     """The `TileOfQueries` of this program."""
     num_tiles = tl.num_programs(0) // SIZES.HEADS
     # Heads first: the rows of neighbouring heads share cache lines.
@@ -86,7 +86,7 @@ def tile_of_program(query_order_ptr, num_queries, SIZES: tl.constexpr, BLOCKS: t
 
 
 @triton.jit
-def tables_of_tile(tables, tile, SIZES: tl.constexpr):
+def tables_of_tile(tables, tile, SIZES):
     """The head's tables and the tile's refined parents."""
     code_head = tile.batch_head if SIZES.MEANS else tile.head
     return Tables(
@@ -100,14 +100,14 @@ def tables_of_tile(tables, tile, SIZES: tl.constexpr):
 
 
 @triton.jit
-def query_rows(pointer, strides, tile, STRIDE_TOKEN: tl.constexpr):
+def query_rows(pointer, strides, tile, STRIDE_TOKEN):
     """(BLOCK_N, 1) row pointers of the queries, or of the gradients of their outputs."""
     start = tile.batch * strides.batch + tile.head.to(tl.int64) * strides.head
     return pointer + tl.multiple_of(start, 8) + tile.token[:, None] * STRIDE_TOKEN
 
 
 @triton.jit
-def load_dims(row_pointers, first, tile, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+def load_dims(row_pointers, first, tile, HEAD_DIM, WIDTH):
     """Load dims of the query rows from `first` on, padded with zeros."""
     dims = first + tl.arange(0, WIDTH)
     mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
@@ -115,7 +115,7 @@ def load_dims(row_pointers, first, tile, HEAD_DIM: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def output_rows(pointer, tile, num_queries, SIZES: tl.constexpr):
+def output_rows(pointer, tile, num_queries, SIZES):
     """(BLOCK_N, 1) row pointers of the queries in (B, N, H, D) memory."""
     TOKEN: tl.constexpr = SIZES.HEADS * SIZES.HEAD_DIM
     start = tile.batch * num_queries * TOKEN + tile.head * SIZES.HEAD_DIM
@@ -123,7 +123,7 @@ def output_rows(pointer, tile, num_queries, SIZES: tl.constexpr):
 
 
 @triton.jit
-def store_dims(row_pointers, first, tile, block, HEAD_DIM: tl.constexpr):
+def store_dims(row_pointers, first, tile, block, HEAD_DIM):
     """Store dims of the query rows from `first` on."""
     dims = first + tl.arange(0, block.shape[1])
     mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
@@ -157,7 +157,7 @@ def attention_kernel(
     exact = exact_of_tile(
         keys, key_layout, centre_ptr, tables, leaves, columns, exact_keys, tile, SIZES
     )
-    sink_tokens = sinks_of_tile(sinks, sink_layout, centre_ptr, tile, SIZES)
+    sinks = sinks_of_tile(sinks, sink_layout, centre_ptr, tile, SIZES)
 
     # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
     rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
@@ -165,7 +165,8 @@ def attention_kernel(
     if SIZES.REST_D > 0:
         query += (load_dims(rows, SIZES.BLOCK_D, tile, HEAD_DIM, SIZES.REST_D),)
 
-    softmax, total, _ = attend_tile(query, tile.valid, tables, exact, sink_tokens, SIZES, BLOCKS)
+    inputs = TileInputs(query, tile.valid, tables, exact, sinks)
+    softmax, total, _ = attend_tile(inputs, SIZES, BLOCKS)
 
     inverse = (1.0 / total)[:, None]
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
@@ -205,11 +206,7 @@ def attention_launch(
 
 
 def query_tiles(
-    problem: Problem,
-    given: Given,
-    precompute: Precompute,
-    memory: Memory,
-    tiling: AttentionTiling,
+    problem: Problem, given: Given, precompute: Precompute, memory: Memory, tiling: AttentionTiling
 ) -> Tiles:
     """The `Tiles` of a call, which add to its memory."""
     batch, heads, num_queries, _ = problem.query.shape

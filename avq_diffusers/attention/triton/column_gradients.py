@@ -41,13 +41,9 @@ from avq_diffusers.attention.triton.exact import (
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import product
-from avq_diffusers.attention.triton.softmax import (
-    Tables,
-    load_codes,
-    load_values,
-    logits_of,
-)
+from avq_diffusers.attention.triton.softmax import Tables, load_codes, load_values, logits_of
 from avq_diffusers.attention.triton.tile import (
+    TileInputs,
     attend_tile,
     load_refined,
     rows_of_children,
@@ -77,123 +73,116 @@ class GradientBlocks(NamedTuple):
 
 
 class GradientTile(NamedTuple):
-    """The inputs for the gradients of a tile's columns."""
+    """What the gradients of a tile's columns need."""
 
-    query: tl.tensor  # (BLOCK_N, DP)
+    inputs: TileInputs
     grad: tl.tensor  # (BLOCK_N, DP), gradients of the outputs
     log_total: tl.tensor  # (BLOCK_N), log2 of the sum of weights
     delta: tl.tensor  # (BLOCK_N)
 
 
+class Columns(NamedTuple):
+    """Some columns of a tile, and where their gradients go."""
+
+    pointer: tl.tensor
+    place: tl.tensor  # relative to the pointer
+    valid: tl.tensor
+
+
 @triton.jit
-def _add_columns(
-    grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES: tl.constexpr
-):
+def _add_columns(grad_query, tile, codes, values, log_counts, columns, SIZES):
     """Store the gradients of some columns; return `grad_query` with their contribution added.
 
     grad_query: (BLOCK_N, DP), in units of base 2.
     codes, values: (columns, DP).
     log_counts: (columns), -inf on unused columns.
-    columns: where to store, relative to `column_ptr`.
     """
     # (BLOCK_N, columns)
+    query, grad = tile.inputs.query, tile.grad
     bias = log_counts[None, :] - tile.log_total[:, None]
-    weights = tl.exp2(logits_of((tile.query,), (codes,), bias))
-    grad_logits = weights * (product(tile.grad, tl.trans(values)) - tile.delta[:, None])
-    weights = weights.to(tile.grad.dtype)
-    grad_logits = grad_logits.to(tile.grad.dtype)
+    weights = tl.exp2(logits_of(query, (codes,), bias))
+    grad_logits = weights * (product(grad, tl.trans(values)) - tile.delta[:, None])
+    weights = weights.to(grad.dtype)
+    grad_logits = grad_logits.to(grad.dtype)
 
     # (columns, DP)
-    grad_values = product(tl.trans(weights), tile.grad)
-    grad_codes = product(tl.trans(grad_logits), tile.query)
+    grad_values = product(tl.trans(weights), grad)
+    grad_codes = product(tl.trans(grad_logits), query[0])
     dims = tl.arange(0, SIZES.PADDED_DIM)
-    pointers = column_ptr + columns[:, None] * (2 * SIZES.HEAD_DIM) + dims[None, :]
-    mask = valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
+    pointers = columns.pointer + columns.place[:, None] * (2 * SIZES.HEAD_DIM) + dims[None, :]
+    mask = columns.valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
     tl.store(pointers, grad_values, mask=mask)
     tl.store(pointers + SIZES.HEAD_DIM, grad_codes, mask=mask)
     return product(grad_logits, codes, grad_query)
 
 
 @triton.jit
-def _add_codewords(
-    grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES: tl.constexpr
-):
-    """`_add_columns` for `rows` of the tables."""
+def _add_codewords(grad_query, tile, rows, columns, SIZES):
+    """`_add_columns` for rows of the tables."""
+    tables, valid = tile.inputs.tables, columns.valid
     codes = load_codes(tables, rows, valid, SIZES)[0]
     values = load_values(tables, rows, valid, SIZES)[0]
     log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
     if SIZES.EXACT_KEYS:
-        first = tl.load(exact.columns.first + columns, mask=valid, other=0)
+        first_ptr = tile.inputs.exact.columns.first
+        first = tl.load(first_ptr + columns.place, mask=valid, other=0)
         log_counts = tl.where(first == NEVER, log_counts, float("-inf"))
-    return _add_columns(
-        grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES
-    )
+    return _add_columns(grad_query, tile, codes, values, log_counts, columns, SIZES)
 
 
 @triton.jit
-def _add_tokens(grad_query, tile, tokens, token, column_ptr, columns, valid, SIZES: tl.constexpr):
+def _add_tokens(grad_query, tile, tokens, token, columns, SIZES):
     """`_add_columns` for keys that take part as themselves."""
-    codes = load_token_codes(tokens, token, valid, 0, SIZES.PADDED_DIM, SIZES)
-    values = load_tokens(
-        tokens.value, token, tokens.value_stride, valid, 0, SIZES.PADDED_DIM, SIZES
-    )
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    valid = columns.valid
+    codes = load_token_codes(tokens, token, valid, 0, DIM, SIZES)
+    values = load_tokens(tokens.value, token, tokens.value_stride, valid, 0, DIM, SIZES)
     log_counts = tl.where(valid, 0.0, float("-inf"))
-    return _add_columns(
-        grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES
-    )
+    return _add_columns(grad_query, tile, codes, values, log_counts, columns, SIZES)
 
 
 @triton.jit
-def _add_all_codewords(
-    grad_query, tile, tables, exact, column_ptr, SIZES: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _add_all_codewords(grad_query, tile, column_ptr, SIZES, BLOCKS):
     """`_add_columns` for all parents and the children of refined parents."""
+    tables = tile.inputs.tables
     refined = None
     if SIZES.SELECTS:
         refined = load_refined(tables, SIZES)
     for start in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.M):
         parents, rows = rows_of_parents(refined, start, SIZES, BLOCKS.M)
-        valid = tl.full([BLOCKS.M], True, tl.int1)
-        grad_query = _add_codewords(
-            grad_query, tile, tables, exact, column_ptr, rows, parents, valid, SIZES
-        )
+        columns = Columns(column_ptr, parents, tl.full([BLOCKS.M], True, tl.int1))
+        grad_query = _add_codewords(grad_query, tile, rows, columns, SIZES)
     if SIZES.NUM_REFINED > 0:
         for start in tl.range(0, SIZES.NUM_REFINED, BLOCKS.P):
-            columns, rows, valid = rows_of_children(tables, start, SIZES, BLOCKS.P)
+            place, rows, valid = rows_of_children(tables, start, SIZES, BLOCKS.P)
             rows += 2 * SIZES.PARENT_ROWS
-            grad_query = _add_codewords(
-                grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES
-            )
+            columns = Columns(column_ptr, place, valid)
+            grad_query = _add_codewords(grad_query, tile, rows, columns, SIZES)
     return grad_query
 
 
 @triton.jit
-def _add_all_keys(grad_query, tile, exact, chosen, sinks, gradients, SIZES: tl.constexpr):
+def _add_all_tokens(grad_query, tile, chosen, gradients, SIZES):
     """`_add_columns` for exact keys and sink keys."""
+    exact, sinks = tile.inputs.exact, tile.inputs.sinks
     if SIZES.EXACT_KEYS:
         for first in tl.range(0, chosen.num_keys, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
             tokens, number = exact_tokens(exact, chosen, first, SIZES)
             for start in tl.range(0, number, SIZES.BLOCK_K):
                 rank = start + tl.arange(0, SIZES.BLOCK_K)
                 token = tl.gather(tokens, rank, axis=0)
-                columns = first + rank
-                column_ptr = gradients.exact_column
-                valid = rank < number
-                grad_query = _add_tokens(
-                    grad_query, tile, exact.keys, token, column_ptr, columns, valid, SIZES
-                )
+                columns = Columns(gradients.exact_column, first + rank, rank < number)
+                grad_query = _add_tokens(grad_query, tile, exact.keys, token, columns, SIZES)
     if SIZES.SINKS:
         for start in tl.range(0, sinks.number, SIZES.BLOCK_K):
             token = start + tl.arange(0, SIZES.BLOCK_K)
-            valid = token < sinks.number
-            grad_query = _add_tokens(
-                grad_query, tile, sinks, token, gradients.sink_column, token, valid, SIZES
-            )
+            columns = Columns(gradients.sink_column, token, token < sinks.number)
+            grad_query = _add_tokens(grad_query, tile, sinks, token, columns, SIZES)
     return grad_query
 
 
 @triton.jit
-def _gradients_of_tile(gradients, exact, sinks, place, SIZES: tl.constexpr):
+def _gradients_of_tile(gradients, exact, sinks, place, SIZES):
     """The `ColumnGradients` of a query tile."""
     COLUMNS: tl.constexpr = SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
     ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
@@ -242,8 +231,8 @@ def column_gradients_kernel(
     exact = exact_of_tile(
         keys, key_layout, centre_ptr, tables, leaves, columns, exact_keys, place, SIZES
     )
-    sink_tokens = sinks_of_tile(sinks, sink_layout, centre_ptr, place, SIZES)
-    gradients = _gradients_of_tile(gradients, exact, sink_tokens, place, SIZES)
+    sinks = sinks_of_tile(sinks, sink_layout, centre_ptr, place, SIZES)
+    gradients = _gradients_of_tile(gradients, exact, sinks, place, SIZES)
 
     # (BLOCK_N, DP)
     rows = query_rows(query_ptr, query_strides, place, QUERY_STRIDE)
@@ -251,15 +240,12 @@ def column_gradients_kernel(
     rows = query_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE)
     grad = load_dims(rows, 0, place, HEAD_DIM, SIZES.PADDED_DIM)
 
-    softmax, total, chosen = attend_tile(
-        (query,), place.valid, tables, exact, sink_tokens, SIZES, BLOCKS
-    )
+    inputs = TileInputs((query,), place.valid, tables, exact, sinks)
+    softmax, total, chosen = attend_tile(inputs, SIZES, BLOCKS)
     delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
-    tile = GradientTile(query, grad, softmax.running_max + tl.log2(total), delta)
+    tile = GradientTile(inputs, grad, softmax.running_max + tl.log2(total), delta)
     grad_query = tl.zeros(query.shape, tl.float32)
-    grad_query = _add_all_codewords(
-        grad_query, tile, tables, exact, gradients.column, SIZES, GRADIENT_BLOCKS
-    )
-    grad_query = _add_all_keys(grad_query, tile, exact, chosen, sink_tokens, gradients, SIZES)
+    grad_query = _add_all_codewords(grad_query, tile, gradients.column, SIZES, GRADIENT_BLOCKS)
+    grad_query = _add_all_tokens(grad_query, tile, chosen, gradients, SIZES)
     rows = output_rows(grad_query_ptr, place, num_queries, SIZES)
     store_dims(rows, 0, place, grad_query * LN2, HEAD_DIM)

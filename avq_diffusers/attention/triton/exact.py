@@ -93,7 +93,7 @@ class ChosenColumns(NamedTuple):
 
 
 @triton.jit
-def _tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
+def _tokens_of_head(tokens, layout, centre_ptr, tile, SIZES):
     """The `Tokens` of the head of a query tile."""
     head = tile.head.to(tl.int64)
     key_start = tile.batch * layout.key_batch + head * layout.key_head
@@ -110,9 +110,7 @@ def _tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
 
 
 @triton.jit
-def exact_of_tile(
-    keys, layout, centre_ptr, tables, leaves, columns, budget, tile, SIZES: tl.constexpr
-):
+def exact_of_tile(keys, layout, centre_ptr, tables, leaves, columns, budget, tile, SIZES):
     """The `ExactKeys` of a query tile, from its tables; None without exact keys."""
     exact = None
     if SIZES.EXACT_KEYS:
@@ -137,7 +135,7 @@ def exact_of_tile(
 
 
 @triton.jit
-def sinks_of_tile(sinks, layout, centre_ptr, tile, SIZES: tl.constexpr):
+def sinks_of_tile(sinks, layout, centre_ptr, tile, SIZES):
     """The sink `Tokens` of a query tile; None without sinks."""
     tokens = None
     if SIZES.SINKS:
@@ -154,10 +152,11 @@ def store_scores(attention, exact, columns, rows, valid):
 
 
 @triton.jit
-def choose_columns(query, exact, SIZES: tl.constexpr):
+def choose_columns(tile, SIZES):
     """Choose the exact columns by their stored scores; return `ChosenColumns`."""
     VISIBLE: tl.constexpr = SIZES.VISIBLE
-    BITS: tl.constexpr = 63 if query[0].dtype == tl.float32 else 31
+    BITS: tl.constexpr = 63 if tile.query[0].dtype == tl.float32 else 31
+    exact = tile.exact
     # What follows reads what other threads of this program wrote.
     tl.debug_barrier()
 
@@ -167,7 +166,7 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     is_column = column < SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
     score = tl.load(exact.columns.score + column, mask=is_column, other=0.0)
     rank_key = score.to(tl.int32, bitcast=True)
-    if query[0].dtype == tl.float32:
+    if tile.query[0].dtype == tl.float32:
         rank_key = rank_key.to(tl.int64) << 32
     rank_key = rank_key & -VISIBLE | (VISIBLE - 1 - column)
     rank_key = tl.where(is_column, rank_key, -1)
@@ -203,26 +202,22 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _take_away(
-    query, tables, exact, num_columns, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
-):
+def _take_away(tile, num_columns, softmax, SIZES, RUNNING):
     """Take the codewords of the exact columns out of a softmax over all that the tile sees."""
     for start in tl.range(0, num_columns, SIZES.BLOCK_C):
         rank = start + tl.arange(0, SIZES.BLOCK_C)
         valid = rank < num_columns
-        rows = tl.load(exact.columns.exact_row + rank, mask=valid, other=0)
+        rows = tl.load(tile.exact.columns.exact_row + rank, mask=valid, other=0)
         codes, log_counts, values, shares = load_codewords(
-            tables, rows, rows, valid, SIZES, True, RUNNING
+            tile.tables, rows, rows, valid, SIZES, True, RUNNING
         )
-        weights, softmax = weigh(query, codes, log_counts, softmax, RUNNING)
+        weights, softmax = weigh(tile.query, codes, log_counts, softmax, RUNNING)
         softmax = accumulate(softmax, -weights, values, shares, SIZES)
     return softmax
 
 
 @triton.jit
-def load_tokens(
-    pointer, token, stride, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr
-):
+def load_tokens(pointer, token, stride, valid, FIRST, WIDTH, SIZES):
     """Dims from FIRST on of some tokens, (tokens, WIDTH); 1 beyond the head dim."""
     dims = FIRST + tl.arange(0, WIDTH)
     is_dim = (dims < SIZES.HEAD_DIM)[None, :]
@@ -232,9 +227,7 @@ def load_tokens(
 
 
 @triton.jit
-def load_token_codes(
-    tokens, token, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr
-):
+def load_token_codes(tokens, token, valid, FIRST, WIDTH, SIZES):
     """The same dims of keys, around the centre, times the factor of the logits."""
     key = load_tokens(tokens.key, token, tokens.key_stride, valid, FIRST, WIDTH, SIZES)
     dims = FIRST + tl.arange(0, WIDTH)
@@ -244,9 +237,7 @@ def load_token_codes(
 
 
 @triton.jit
-def _attend_tokens(
-    query, tokens, token, valid, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
-):
+def _attend_tokens(query, tokens, token, valid, softmax, SIZES, RUNNING):
     """Add some tokens to a softmax."""
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
     REST_D: tl.constexpr = SIZES.REST_D
@@ -264,7 +255,7 @@ def _attend_tokens(
 
 
 @triton.jit
-def exact_tokens(exact, chosen, first, SIZES: tl.constexpr):
+def exact_tokens(exact, chosen, first, SIZES):
     """Tokens of the exact keys from rank `first` on, and how many there are.
 
     Finding places for many ranks at once costs as much as for a few.
@@ -277,25 +268,26 @@ def exact_tokens(exact, chosen, first, SIZES: tl.constexpr):
 
 
 @triton.jit
-def attend_exact(query, tables, exact, chosen, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+def attend_exact(tile, chosen, softmax, SIZES, RUNNING):
     """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
-    softmax = _take_away(query, tables, exact, chosen.number, softmax, SIZES, RUNNING)
+    softmax = _take_away(tile, chosen.number, softmax, SIZES, RUNNING)
     for first in tl.range(0, chosen.num_keys, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
-        tokens, number = exact_tokens(exact, chosen, first, SIZES)
+        tokens, number = exact_tokens(tile.exact, chosen, first, SIZES)
         for start in tl.range(0, number, SIZES.BLOCK_K):
             rank = start + tl.arange(0, SIZES.BLOCK_K)
             token = tl.gather(tokens, rank, axis=0)
+            valid = rank < number
             softmax = _attend_tokens(
-                query, exact.keys, token, rank < number, softmax, SIZES, RUNNING
+                tile.query, tile.exact.keys, token, valid, softmax, SIZES, RUNNING
             )
     return softmax
 
 
 @triton.jit
-def attend_sinks(query, sinks, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+def attend_sinks(tile, softmax, SIZES, RUNNING):
     """Add all sink keys."""
-    for start in tl.range(0, sinks.number, SIZES.BLOCK_K):
+    for start in tl.range(0, tile.sinks.number, SIZES.BLOCK_K):
         token = start + tl.arange(0, SIZES.BLOCK_K)
-        valid = token < sinks.number
-        softmax = _attend_tokens(query, sinks, token, valid, softmax, SIZES, RUNNING)
+        valid = token < tile.sinks.number
+        softmax = _attend_tokens(tile.query, tile.sinks, token, valid, softmax, SIZES, RUNNING)
     return softmax

@@ -26,13 +26,7 @@ from avq_diffusers.attention.triton.key_gradients import (
     key_gradients_kernel,
     leaf_gradients_kernel,
 )
-from avq_diffusers.attention.triton.launch import (
-    MOST_PLANS,
-    Launch,
-    Memory,
-    Plan,
-    kernel_layout,
-)
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Launch, Memory, Plan, kernel_layout
 from avq_diffusers.attention.triton.precompute import precompute_launches
 from avq_diffusers.attention.triton.problem import Given, Layout, Problem, given_by, readable
 from avq_diffusers.attention.triton.tuning import gradient_tiling

@@ -35,7 +35,7 @@ def _inverse_count(log_counts_ptr, rows, is_row):
 
 
 @triton.jit
-def _slots_of(parent, tiles, is_tile, refined_ptr, SIZES: tl.constexpr):
+def _slots_of(parent, tiles, is_tile, refined_ptr, SIZES):
     """(TILES) A parent's index among the refined parents of tiles, and which tiles refine it."""
     slot = tl.zeros_like(tiles) + parent
     is_refined = tl.full([tiles.shape[0]], SIZES.NUM_REFINED > 0, tl.int1)
@@ -50,7 +50,7 @@ def _slots_of(parent, tiles, is_tile, refined_ptr, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _exact_slots(first_ptr, parent, tiles, is_tile, slot, is_refined, SIZES: tl.constexpr):
+def _exact_slots(first_ptr, parent, tiles, is_tile, slot, is_refined, SIZES):
     """(TILES) What a tile's `exact_slot` is for a parent."""
     column_ptr = first_ptr + tiles.to(tl.int64) * SIZES.VISIBLE
     least = tl.load(column_ptr + parent, mask=is_tile, other=NEVER)
@@ -65,14 +65,7 @@ def _exact_slots(first_ptr, parent, tiles, is_tile, slot, is_refined, SIZES: tl.
 
 @triton.jit
 def _store_leaf_gradients(
-    leaf_gradients_ptr,
-    log_counts_ptr,
-    parent,
-    of_all,
-    of_stay,
-    of_children,
-    SIZES: tl.constexpr,
-    SCALE: tl.constexpr,
+    leaf_gradients_ptr, log_counts_ptr, parent, of_all, of_stay, of_children, SIZES, SCALE
 ):
     """Divide the sums over tiles by key counts and write them."""
     ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
@@ -182,9 +175,7 @@ class ExactPointers(NamedTuple):
 
 
 @triton.jit
-def _as_exact_keys(
-    leaf, place, is_key, parent, dims, exact, num_tiles, exact_keys, SIZES: tl.constexpr
-):
+def _as_exact_keys(leaf, place, is_key, parent, dims, exact, num_tiles, exact_keys, SIZES):
     """Gradients (KEYS, DP) of one parent's values and keys, over the tiles where they are exact.
 
     Few tiles have any, so a block of tiles is scanned and the hits are processed one by one.
@@ -236,9 +227,7 @@ def _as_exact_keys(
 
 
 @triton.jit
-def _exact_of_parent(
-    exact, parent, batch_head, num_keys, num_tiles, exact_keys, SIZES: tl.constexpr
-):
+def _exact_of_parent(exact, parent, batch_head, num_keys, num_tiles, exact_keys, SIZES):
     """The `ExactPointers` at a head and its parent, with exact keys."""
     if SIZES.EXACT_KEYS:
         first_tile = batch_head * num_tiles

@@ -34,7 +34,7 @@ class LeafPointers(NamedTuple):
 
 
 @triton.jit
-def _count_leaves(piece_counts_ptr, parent, part, keys, cell, CELLS: tl.constexpr):
+def _count_leaves(piece_counts_ptr, parent, part, keys, cell, CELLS):
     """(L) Keys per leaf of a cell, and how many of them are in pieces before `part`."""
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     leaves = tl.arange(0, LEAF_ROWS)

@@ -57,14 +57,14 @@ class Cell(NamedTuple):
 
 
 @triton.jit
-def sorted_keys(sort, batch_head, chunks, CELLS: tl.constexpr):
+def sorted_keys(sort, batch_head, chunks, CELLS):
     """The `SortedKeys` of a head."""
     start = batch_head * (CELLS.PARENT_ROWS + 1) * CELLS.NUM_CHUNKS
     return SortedKeys(sort.order + batch_head * chunks.num_keys, sort.start + start, chunks)
 
 
 @triton.jit
-def extra_pieces(keys, CELLS: tl.constexpr):
+def extra_pieces(keys, CELLS):
     """(MP) number of pieces of each parent after its first."""
     PARENT_ROWS: tl.constexpr = CELLS.PARENT_ROWS
     NUM_CHUNKS: tl.constexpr = CELLS.NUM_CHUNKS
@@ -82,7 +82,7 @@ def extra_pieces(keys, CELLS: tl.constexpr):
 
 
 @triton.jit
-def place_of(rank, earlier, shift, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr):
+def place_of(rank, earlier, shift, SIZE, LOG2_SIZE):
     """Positions of these ranks in an order made of runs.
 
     earlier: (SIZE) ranks before each run, non-decreasing.
@@ -97,14 +97,14 @@ def place_of(rank, earlier, shift, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr):
 
 
 @triton.jit
-def keys_of_cell(rank, valid, cell, CELLS: tl.constexpr):
+def keys_of_cell(rank, valid, cell, CELLS):
     """The keys at these ranks in their cell; key 0 where a rank is not valid."""
     place = place_of(rank, cell.earlier, cell.shift, CELLS.NUM_CHUNKS, CELLS.LOG2_CHUNKS)
     return tl.load(cell.order + place, mask=valid, other=0)
 
 
 @triton.jit
-def parent_of(piece, keys, CELLS: tl.constexpr):
+def parent_of(piece, keys, CELLS):
     """The parent of a piece and the piece's index within it; parent MP means none."""
     parent = piece
     part = 0
@@ -118,7 +118,7 @@ def parent_of(piece, keys, CELLS: tl.constexpr):
 
 
 @triton.jit
-def first_extra_piece(parent, keys, CELLS: tl.constexpr):
+def first_extra_piece(parent, keys, CELLS):
     """The second piece of a parent, if it has one."""
     extra = extra_pieces(keys, CELLS)
     is_lower = tl.arange(0, CELLS.PARENT_ROWS) < parent
@@ -126,7 +126,7 @@ def first_extra_piece(parent, keys, CELLS: tl.constexpr):
 
 
 @triton.jit
-def cell_of(parent, keys, CELLS: tl.constexpr):
+def cell_of(parent, keys, CELLS):
     """The `Cell` of a parent."""
     chunk = tl.arange(0, CELLS.NUM_CHUNKS)
     is_chunk = chunk < keys.chunks.number
@@ -141,7 +141,7 @@ def cell_of(parent, keys, CELLS: tl.constexpr):
 
 
 @triton.jit
-def leaf_rows(parent, CELLS: tl.constexpr):
+def leaf_rows(parent, CELLS):
     """(L) Mean-value rows of the keys that stay with a parent and of its children, and which rows
     are valid."""
     leaves = tl.arange(0, CELLS.LEAF_ROWS)

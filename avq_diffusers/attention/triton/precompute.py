@@ -24,11 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from avq_diffusers.attention.triton.aggregate import (
-    PiecePointers,
-    RowPointers,
-    aggregate_kernel,
-)
+from avq_diffusers.attention.triton.aggregate import PiecePointers, RowPointers, aggregate_kernel
 from avq_diffusers.attention.triton.codewords import padded_sizes, value_width
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers, leaf_order_kernel

@@ -53,13 +53,13 @@ class HeadOfKeys(NamedTuple):
 
 
 @triton.jit
-def head_start(strides, batch, head, ALIGN: tl.constexpr):
+def head_start(strides, batch, head, ALIGN):
     """Offset of a head's tokens."""
     return (batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head) * ALIGN
 
 
 @triton.jit
-def head_of_program(key_ptr, source, strides, num_keys, SIZES: tl.constexpr):
+def head_of_program(key_ptr, source, strides, num_keys, SIZES):
     """The `HeadOfKeys` of this program."""
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -83,7 +83,7 @@ def product(left, right, acc=None):
 
 
 @triton.jit
-def first_maximum(scores, indices, LAST: tl.constexpr):
+def first_maximum(scores, indices, LAST):
     """Largest score along axis 1 and its first index; index LAST if all scores are NaN."""
     best = tl.max(scores, axis=1)
     index = tl.where(scores == tl.expand_dims(best, 1), indices, LAST)
@@ -91,7 +91,7 @@ def first_maximum(scores, indices, LAST: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base_ptr, rows, stride, ALIGN: tl.constexpr, is_row, SIZES: tl.constexpr):
+def load_rows(base_ptr, rows, stride, ALIGN, is_row, SIZES):
     """Rows of D elements, padded with zeros to DP."""
     dims = tl.arange(0, SIZES.PADDED_DIM)
     offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + dims[None, :]
@@ -100,13 +100,13 @@ def load_rows(base_ptr, rows, stride, ALIGN: tl.constexpr, is_row, SIZES: tl.con
 
 
 @triton.jit
-def load_keys(head, keys, is_key, SIZES: tl.constexpr):
+def load_keys(head, keys, is_key, SIZES):
     """Keys of a head, padded with zeros to DP."""
     return load_rows(head.key, keys, head.stride, SIZES.ALIGN, is_key, SIZES)
 
 
 @triton.jit
-def block_offsets(stride, SIZE: tl.constexpr, SIZES: tl.constexpr):
+def block_offsets(stride, SIZE, SIZES):
     """(SIZE, DP) Offsets within a block of keys fit 32 bits; the block's offset is a scalar."""
     dims = tl.arange(0, SIZES.PADDED_DIM)
     return tl.arange(0, SIZE)[:, None] * stride.to(tl.int32) + dims[None, :]
@@ -120,7 +120,7 @@ def bias_of(codes, is_code):
 
 
 @triton.jit
-def own_parents(head, parents, is_parent, SIZES: tl.constexpr):
+def own_parents(head, parents, is_parent, SIZES):
     """Parents that are not stored, padded to DP: updated ones, or keys."""
     if SIZES.UPDATED:
         rows = load_rows(head.source.parents, parents, SIZES.HEAD_DIM, 1, is_parent, SIZES)
@@ -134,7 +134,7 @@ def own_parents(head, parents, is_parent, SIZES: tl.constexpr):
 
 
 @triton.jit
-def origin_of(head, SIZES: tl.constexpr):
+def origin_of(head, SIZES):
     """(DP) A key of the head, in float32: distances from it exclude what all keys share."""
     # Sixteen copies, because a single row gets no wide loads.
     keys = head.number // 2 + tl.zeros([16], tl.int32)
@@ -142,7 +142,7 @@ def origin_of(head, SIZES: tl.constexpr):
 
 
 @triton.jit
-def load_parents(head, parents, SIZES: tl.constexpr):
+def load_parents(head, parents, SIZES):
     """Codes and biases of some parents of a head."""
     if SIZES.STORED:
         dims = tl.arange(0, SIZES.PADDED_DIM)
@@ -157,7 +157,7 @@ def load_parents(head, parents, SIZES: tl.constexpr):
 
 
 @triton.jit
-def best_of_block(key, codes, bias, first_parent, LAST: tl.constexpr):
+def best_of_block(key, codes, bias, first_parent, LAST):
     """(KEYS, 8) best score among every eighth parent of a block, and that parent.
 
     A thread holds two of a row's eight places, so threads need not communicate.
@@ -170,7 +170,7 @@ def best_of_block(key, codes, bias, first_parent, LAST: tl.constexpr):
 
 
 @triton.jit
-def best_of_blocks(key, head, SIZES: tl.constexpr, PARENTS: tl.constexpr):
+def best_of_blocks(key, head, SIZES, PARENTS):
     """`best_of_block` over all parents, with codes loaded block by block."""
     LAST: tl.constexpr = SIZES.PARENT_ROWS - 1
     best = tl.full([key.shape[0], 8], float("-inf"), tl.float32)

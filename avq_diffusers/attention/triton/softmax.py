@@ -90,16 +90,14 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def _load_dims(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+def _load_dims(pointer, rows, valid, STRIDE, WIDTH):
     """The first WIDTH dims of some rows, (rows, WIDTH)."""
     pointers = pointer + rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
     return tl.load(pointers, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def _load_rows(
-    pointer, rows, valid, STRIDE: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr
-):
+def _load_rows(pointer, rows, valid, STRIDE, BLOCK_D, REST_D):
     """The first BLOCK_D and the next REST_D dims of some rows."""
     blocks = (_load_dims(pointer, rows, valid, STRIDE, BLOCK_D),)
     if REST_D > 0:
@@ -108,19 +106,19 @@ def _load_rows(
 
 
 @triton.jit
-def load_codes(tables, rows, valid, SIZES: tl.constexpr):
+def load_codes(tables, rows, valid, SIZES):
     return _load_rows(tables.codes, rows, valid, SIZES.PADDED_DIM, SIZES.BLOCK_D, SIZES.REST_D)
 
 
 @triton.jit
-def load_values(tables, rows, valid, SIZES: tl.constexpr):
+def load_values(tables, rows, valid, SIZES):
     return _load_rows(
         tables.mean_values, rows, valid, SIZES.VALUE_WIDTH, SIZES.BLOCK_D, SIZES.REST_D
     )
 
 
 @triton.jit
-def load_shares(tables, rows, valid, SIZES: tl.constexpr):
+def load_shares(tables, rows, valid, SIZES):
     """(rows, 8), eight equal numbers each."""
     STRIDE: tl.constexpr = SIZES.VALUE_WIDTH
     return _load_dims(tables.mean_values + STRIDE - 8, rows, valid, STRIDE, 8)
@@ -137,7 +135,7 @@ def logits_of(query, codes, bias):
 
 
 @triton.jit
-def empty_softmax(running_max, SIZES: tl.constexpr):
+def empty_softmax(running_max, SIZES):
     """A softmax over no codewords."""
     BLOCK_N: tl.constexpr = running_max.shape[0]
     numerator = (tl.zeros([BLOCK_N, SIZES.BLOCK_D], tl.float32),)
@@ -147,7 +145,7 @@ def empty_softmax(running_max, SIZES: tl.constexpr):
 
 
 @triton.jit
-def accumulate(softmax, weights, values, shares, SIZES: tl.constexpr):
+def accumulate(softmax, weights, values, shares, SIZES):
     """Add weights (BLOCK_N, rows) times values (rows, BLOCK_D) to a softmax.
 
     Tensor cores sum the weights, too: times the share in a padding dim of the values or, if there
@@ -184,15 +182,7 @@ def leave_out(weights, running_max, is_kept):
 
 
 @triton.jit
-def load_codewords(
-    tables,
-    code_rows,
-    value_rows,
-    valid,
-    SIZES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    RUNNING: tl.constexpr,
-):
+def load_codewords(tables, code_rows, value_rows, valid, SIZES, WHOLE, RUNNING):
     """Codes and log counts of `code_rows`, mean values and shares of `value_rows`.
 
     WHOLE: all shares are 1.
@@ -212,7 +202,7 @@ def load_codewords(
 
 
 @triton.jit
-def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
+def weigh(query, codes, bias, softmax, RUNNING):
     """Weights (BLOCK_N, rows) of codes with a bias (rows), and the softmax to add them to.
 
     RUNNING: first raise the softmax's maximum to the largest logit.
@@ -227,7 +217,7 @@ def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
 
 
 @triton.jit
-def total_weight(softmax, SIZES: tl.constexpr):
+def total_weight(softmax, SIZES):
     """Sum of the weights, (BLOCK_N,)."""
     if SIZES.VALUE_WIDTH == SIZES.PADDED_DIM:
         # The last block holds the first padding dim.

@@ -65,7 +65,7 @@ def _count_bits(bits):
 
 
 @triton.jit
-def _resident_parents(head, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _resident_parents(head, SIZES, BLOCKS):
     """Codes and biases of all parents, in blocks, if they stay in shared memory; else none."""
     codes = ()
     biases = ()
@@ -79,7 +79,7 @@ def _resident_parents(head, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _mean_parent(head, codes, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _mean_parent(head, codes, SIZES, BLOCKS):
     """(DP) The mean of the parents."""
     centre = tl.zeros([SIZES.PADDED_DIM], tl.float32)
     if BLOCKS.RESIDENT:
@@ -94,7 +94,7 @@ def _mean_parent(head, codes, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _best_of_resident(key, codes, biases, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _best_of_resident(key, codes, biases, SIZES, BLOCKS):
     """`best_of_block` over all parents, with resident codes."""
     if SIZES.PARENT_ROWS == BLOCKS.PARENTS:
         best, parent = best_of_block(key, codes[0], biases[0], 0, SIZES.PARENT_ROWS - 1)
@@ -111,7 +111,7 @@ def _best_of_resident(key, codes, biases, SIZES: tl.constexpr, BLOCKS: tl.conste
 
 
 @triton.jit
-def _find_parents(head, chunk, codes, biases, at, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
     """Write the parent of each key to `rank`, and its squared distance with mean keys."""
     rows = tl.arange(0, BLOCKS.KEYS)
     dims = tl.arange(0, SIZES.PADDED_DIM)
@@ -140,7 +140,7 @@ def _find_parents(head, chunk, codes, biases, at, SIZES: tl.constexpr, BLOCKS: t
 
 
 @triton.jit
-def _rank(chunk, at, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _rank(chunk, at, SIZES, BLOCKS):
     """Replace each key's parent by its rank among that parent's keys in the chunk.
 
     Leaves in `count` the start of each parent's keys per strip.
@@ -197,7 +197,7 @@ def _rank(chunk, at, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _write_order(chunk, at, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _write_order(chunk, at, SIZES, BLOCKS):
     """Write the chunk's keys in the order of parents."""
     LENGTH: tl.constexpr = 128 * BLOCKS.STRIPS
     for block in tl.range(0, chunk.length, LENGTH):
@@ -213,7 +213,7 @@ def _write_order(chunk, at, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _at_chunk(sort, head, chunks, index, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def _at_chunk(sort, head, chunks, index, SIZES, BLOCKS):
     """The `Chunk` of an index, and the `SortPointers` at it; `ticket` at its head."""
     NUM_CHUNKS: tl.constexpr = BLOCKS.NUM_CHUNKS
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
