@@ -60,9 +60,9 @@ class HeadOfPieces(NamedTuple):
     value_stride: tl.tensor  # of tokens, divided by ALIGN
     square: tl.tensor
     leaf: tl.tensor
+    centre: tl.tensor
     pieces: PiecePointers
     tables: RowPointers
-    centre: tl.tensor  # (DP) float32, with mean keys
 
 
 class Sums(NamedTuple):
@@ -160,47 +160,49 @@ def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
 
 
 @triton.jit
-def _offsets(SIZES, CELLS):
-    """(L, DP) Offsets in the sums of a piece."""
+def _piece_at(pieces, piece, SIZES, CELLS):
+    """Pointers to the sums over a piece, in the order of `Sums`."""
+    KEYS: tl.constexpr = CELLS.LEAF_ROWS * SIZES.PADDED_DIM
+    ROW: tl.constexpr = (2 if SIZES.MEANS else 1) * KEYS
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
-    return leaves[:, None] * SIZES.PADDED_DIM + tl.arange(0, SIZES.PADDED_DIM)[None, :]
+    numbers = leaves[:, None] * SIZES.PADDED_DIM + tl.arange(0, SIZES.PADDED_DIM)[None, :]
+    values_ptr = pieces.piece_sums + piece * ROW + numbers
+    squares_ptr = pieces.piece_counts
+    if SIZES.MEANS:
+        squares_ptr = pieces.piece_squares + piece * CELLS.LEAF_ROWS + leaves
+    counts_ptr = pieces.piece_counts + piece * CELLS.LEAF_ROWS + leaves
+    return Sums(values_ptr, values_ptr + KEYS, squares_ptr, counts_ptr)
 
 
 @triton.jit
 def _store_piece(pieces, piece, sums, SIZES, CELLS):
     """Store the sums over a piece."""
-    KEYS: tl.constexpr = CELLS.LEAF_ROWS * SIZES.PADDED_DIM
-    ROW: tl.constexpr = (2 if SIZES.MEANS else 1) * KEYS
-    leaves = tl.arange(0, CELLS.LEAF_ROWS)
-    offsets = _offsets(SIZES, CELLS)
-    tl.store(pieces.piece_sums + piece * ROW + offsets, sums.of_values)
-    tl.store(pieces.piece_counts + piece * CELLS.LEAF_ROWS + leaves, sums.counts)
+    at = _piece_at(pieces, piece, SIZES, CELLS)
+    tl.store(at.of_values, sums.of_values)
+    tl.store(at.counts, sums.counts)
     if SIZES.MEANS:
-        tl.store(pieces.piece_sums + KEYS + piece * ROW + offsets, sums.of_keys)
-        tl.store(pieces.piece_squares + piece * CELLS.LEAF_ROWS + leaves, sums.of_squares)
+        tl.store(at.of_keys, sums.of_keys)
+        tl.store(at.of_squares, sums.of_squares)
 
 
 @triton.jit
 def _add_pieces(pieces, sums, parent, first_extra, num_parts, SIZES, CELLS):
     """The sums over all pieces of a parent, in order."""
-    LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
-    KEYS: tl.constexpr = LEAF_ROWS * SIZES.PADDED_DIM
-    ROW: tl.constexpr = (2 if SIZES.MEANS else 1) * KEYS
-    leaves = tl.arange(0, LEAF_ROWS)
-    offsets = _offsets(SIZES, CELLS)
-    values = tl.load(pieces.piece_sums + parent * ROW + offsets)
-    counts = tl.load(pieces.piece_counts + parent * LEAF_ROWS + leaves)
+    at = _piece_at(pieces, parent, SIZES, CELLS)
+    values = tl.load(at.of_values)
+    counts = tl.load(at.counts)
     keys = sums.of_keys
     squares = sums.of_squares
     if SIZES.MEANS:
-        keys = tl.load(pieces.piece_sums + KEYS + parent * ROW + offsets)
-        squares = tl.load(pieces.piece_squares + parent * LEAF_ROWS + leaves)
+        keys = tl.load(at.of_keys)
+        squares = tl.load(at.of_squares)
     for other in tl.range(first_extra, first_extra + num_parts - 1):
-        values += tl.load(pieces.piece_sums + (other * ROW + offsets))
-        counts += tl.load(pieces.piece_counts + other * LEAF_ROWS + leaves)
+        at = _piece_at(pieces, other, SIZES, CELLS)
+        values += tl.load(at.of_values)
+        counts += tl.load(at.counts)
         if SIZES.MEANS:
-            keys += tl.load(pieces.piece_sums + KEYS + (other * ROW + offsets))
-            squares += tl.load(pieces.piece_squares + other * LEAF_ROWS + leaves)
+            keys += tl.load(at.of_keys)
+            squares += tl.load(at.of_squares)
     return Sums(values, keys, squares, counts)
 
 
@@ -211,44 +213,49 @@ def _log2(count):
 
 
 @triton.jit
-def _store_values(row_ptr, means, share, is_row, SIZES, CELLS):
+def _store_values(tables, rows, means, share, is_row, SIZES, CELLS):
     """Write rows of DV numbers: a mean value in the first D, the share of keys in the others."""
     WIDTH: tl.constexpr = CELLS.VALUE_WIDTH
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    rows = tl.where((dims < SIZES.HEAD_DIM)[None, :], means, share[:, None])
+    row_ptr = tables.mean_values + rows * WIDTH
     dtype = row_ptr.dtype.element_ty
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    numbers = tl.where((dims < SIZES.HEAD_DIM)[None, :], means, share[:, None])
     mask = is_row[:, None] & (dims < WIDTH)[None, :]
-    tl.store(row_ptr[:, None] + dims[None, :], rows.to(dtype), mask=mask)
+    tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=mask)
     if WIDTH > SIZES.PADDED_DIM:
         dims = SIZES.PADDED_DIM + tl.arange(0, WIDTH - SIZES.PADDED_DIM)
-        rows = tl.broadcast_to(share[:, None], [share.shape[0], WIDTH - SIZES.PADDED_DIM])
-        tl.store(row_ptr[:, None] + dims[None, :], rows.to(dtype), mask=is_row[:, None])
+        numbers = tl.broadcast_to(share[:, None], [share.shape[0], WIDTH - SIZES.PADDED_DIM])
+        tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=is_row[:, None])
 
 
 @triton.jit
 def _store_mean_keys(head, at, rows, sums, squares, counts, is_row, SIZES, CELLS):
-    """Write mean keys around the centre, times the logits' factor; 0 without keys.
+    """Write mean keys around the centre, times the logits' factor, 0 without keys; and weights.
 
     Returns the variance of each row: the mean squared distance of its keys from their mean.
     """
+    dims = tl.arange(0, SIZES.PADDED_DIM)
     inverse = 1.0 / tl.maximum(counts, 1)
     means = sums * inverse[:, None]
-    codes = tl.where((counts > 0)[:, None], (means - at.centre[None, :]) * CELLS.FACTOR, 0.0)
-    dims = tl.arange(0, SIZES.PADDED_DIM)
+    offsets = means - tl.load(at.centre + dims)[None, :]
+    codes = tl.where((counts > 0)[:, None], offsets * CELLS.FACTOR, 0.0)
     pointers = at.tables.codes + rows[:, None] * SIZES.PADDED_DIM + dims[None, :]
     tl.store(pointers, codes.to(at.tables.codes.dtype.element_ty), mask=is_row[:, None])
     offsets = means - origin_of(head, SIZES)[None, :]
-    return tl.maximum(squares * inverse - tl.sum(offsets * offsets, axis=1), 0.0)
+    variance = tl.maximum(squares * inverse - tl.sum(offsets * offsets, axis=1), 0.0)
+    if CELLS.EXACT_KEYS:
+        weight = variance * variance / tl.maximum(counts, 1)
+        tl.store(at.tables.row_weight + rows, weight, mask=is_row)
+    return variance
 
 
 @triton.jit
-def _store_leaves(head, at, sums, parent, SIZES, CELLS):
-    """Write the rows of the keys that stay with a parent, and of its children."""
-    tables = at.tables
+def _store_rows(head, at, sums, parent, SIZES, CELLS):
+    """Write one parent's rows: for all its keys, for the keys that stay, and for its children."""
+    tables, counts = at.tables, sums.counts
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
-    counts = sums.counts
-    # (L) Divisor of a leaf's values; for the keys that stay, the count of all the parent's keys.
     count = tl.sum(counts, axis=0)
+    # (L) Divisor of a leaf's values; for the keys that stay, the count of all the parent's keys.
     over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
     share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
     if SIZES.MEANS:
@@ -256,94 +263,51 @@ def _store_leaves(head, at, sums, parent, SIZES, CELLS):
         share = tl.full([CELLS.LEAF_ROWS], 1.0, tl.float32)
     rows, is_row = leaf_rows(parent, CELLS)
     means = sums.of_values * (1.0 / over)[:, None]
-    _store_values(tables.mean_values + rows * CELLS.VALUE_WIDTH, means, share, is_row, SIZES, CELLS)
+    _store_values(tables, rows, means, share, is_row, SIZES, CELLS)
     if SIZES.MEANS:
-        variance = _store_mean_keys(
-            head, at, rows, sums.of_keys, sums.of_squares, counts, is_row, SIZES, CELLS
-        )
-        if CELLS.EXACT_KEYS:
-            weight = variance * variance / tl.maximum(counts, 1)
-            tl.store(tables.row_weight + rows, weight, mask=is_row)
+        keys, squares = sums.of_keys, sums.of_squares
+        _store_mean_keys(head, at, rows, keys, squares, counts, is_row, SIZES, CELLS)
         tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
     else:
         is_child = (leaves > 0) & is_row
         tl.store(tables.log_counts + rows - CELLS.PARENT_ROWS, _log2(counts), mask=is_child)
 
-
-@triton.jit
-def _store_cell(head, at, sums, parent, SIZES, CELLS):
-    """Write the row of all keys of a parent."""
-    tables = at.tables
-    count = tl.sum(sums.counts, axis=0)
     # (1, DP)
     means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
     ones = tl.full([1], 1.0, tl.float32)
     row = tl.arange(0, 1) + parent
-    _store_values(tables.mean_values + row * CELLS.VALUE_WIDTH, means, ones, ones > 0, SIZES, CELLS)
+    _store_values(tables, row, means, ones, ones > 0, SIZES, CELLS)
     if SIZES.MEANS:
         keys = tl.sum(sums.of_keys, axis=0)[None, :]
         counts = count + tl.zeros_like(row)
         squares = tl.sum(sums.of_squares, axis=0) + tl.zeros_like(ones)
         variance = _store_mean_keys(head, at, row, keys, squares, counts, ones > 0, SIZES, CELLS)
         tl.store(tables.variance + row, variance)
-        if CELLS.EXACT_KEYS:
-            tl.store(tables.row_weight + row, variance * variance / tl.maximum(counts, 1))
     tl.store(tables.log_counts + parent, _log2(count))
 
 
 @triton.jit
-def _store_rows(head, at, sums, parent, SIZES, CELLS):
-    """Write one parent's rows."""
-    _store_leaves(head, at, sums, parent, SIZES, CELLS)
-    _store_cell(head, at, sums, parent, SIZES, CELLS)
+def _pieces_of_head(pieces, batch_head, num_pieces, SIZES, CELLS):
+    """The `PiecePointers` of a head."""
+    first = batch_head * num_pieces * CELLS.LEAF_ROWS
+    return PiecePointers(
+        pieces.piece_sums + first * ((2 if SIZES.MEANS else 1) * SIZES.PADDED_DIM),
+        pieces.piece_counts + first,
+        pieces.piece_squares + first if SIZES.MEANS else None,
+    )
 
 
 @triton.jit
-def _at_head(
-    value_ptr,
-    centre_ptr,
-    leaf_ptr,
-    sort,
-    pieces,
-    tables,
-    value_strides,
-    head,
-    num_pieces,
-    SIZES,
-    CELLS,
-):
-    """The `HeadOfPieces` of this program."""
-    PADDED_DIM: tl.constexpr = SIZES.PADDED_DIM
-    MEANS: tl.constexpr = SIZES.MEANS
-    CODE_ROWS: tl.constexpr = CELLS.ROWS if MEANS else CELLS.ROWS - CELLS.PARENT_ROWS
-    PIECE_ROWS: tl.constexpr = 2 * CELLS.LEAF_ROWS if MEANS else CELLS.LEAF_ROWS
-    batch_head = head.batch_head
-    first_leaf = batch_head * num_pieces * CELLS.LEAF_ROWS
-    pieces = PiecePointers(
-        pieces.piece_sums + batch_head * num_pieces * PIECE_ROWS * PADDED_DIM,
-        pieces.piece_counts + first_leaf,
-        pieces.piece_squares + first_leaf if MEANS else None,
-    )
-    tables = RowPointers(
-        tables.codes + batch_head * CELLS.ROWS * PADDED_DIM if MEANS else None,
-        tables.mean_values + batch_head * CELLS.ROWS * CELLS.VALUE_WIDTH,
+def _tables_of_head(tables, batch_head, SIZES, CELLS):
+    """The `RowPointers` of a head."""
+    CODE_ROWS: tl.constexpr = CELLS.ROWS if SIZES.MEANS else CELLS.ROWS - CELLS.PARENT_ROWS
+    row = batch_head * CELLS.ROWS
+    return RowPointers(
+        tables.codes + row * SIZES.PADDED_DIM if SIZES.MEANS else None,
+        tables.mean_values + row * CELLS.VALUE_WIDTH,
         tables.log_counts + batch_head * CODE_ROWS,
-        tables.variance + batch_head * CELLS.PARENT_ROWS if MEANS else None,
-        tables.row_weight + batch_head * CELLS.ROWS if CELLS.EXACT_KEYS else None,
-    )
-    centre = None
-    if MEANS:
-        centre_head = head.head.to(tl.int64) if SIZES.STORED else batch_head
-        centre = tl.load(centre_ptr + centre_head * PADDED_DIM + tl.arange(0, PADDED_DIM))
-    first_key = batch_head * head.number
-    return HeadOfPieces(
-        value_ptr + head_start(value_strides, head.batch, head.head, SIZES.ALIGN),
-        value_strides.token,
-        sort.square + first_key if MEANS else None,
-        leaf_ptr + first_key if CELLS.LEAVES else None,
-        pieces,
-        tables,
-        centre,
+        tables.variance + batch_head * CELLS.PARENT_ROWS if SIZES.MEANS else None,
+        tables.row_weight + row if CELLS.EXACT_KEYS else None,
     )
 
 
@@ -373,18 +337,16 @@ def aggregate_kernel(
     PIECE: tl.constexpr = CELLS.PIECE
     piece = tl.program_id(2)
     head = head_of_program(key_ptr, source, key_strides, chunks.num_keys, SIZES)
-    at = _at_head(
-        value_ptr,
-        centre_ptr,
-        leaf_ptr,
-        sort,
-        pieces,
-        tables,
-        value_strides,
-        head,
-        num_pieces,
-        SIZES,
-        CELLS,
+    first_key = head.batch_head * chunks.num_keys
+    centre_head = head.head.to(tl.int64) if SIZES.STORED else head.batch_head
+    at = HeadOfPieces(
+        value_ptr + head_start(value_strides, head.batch, head.head, SIZES.ALIGN),
+        value_strides.token,
+        sort.square + first_key if SIZES.MEANS else None,
+        leaf_ptr + first_key if CELLS.LEAVES else None,
+        centre_ptr + centre_head * SIZES.PADDED_DIM if SIZES.MEANS else None,
+        _pieces_of_head(pieces, head.batch_head, num_pieces, SIZES, CELLS),
+        _tables_of_head(tables, head.batch_head, SIZES, CELLS),
     )
     sorted_of_head = sorted_keys(sort, head.batch_head, chunks, CELLS)
 

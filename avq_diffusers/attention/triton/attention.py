@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.codewords import padded, padded_sizes, value_width
+from avq_diffusers.attention.triton.codewords import padded, value_width
 from avq_diffusers.attention.triton.exact import (
     ColumnPointers,
     TokenLayout,
@@ -261,9 +261,7 @@ def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout
 def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
     spec = problem.spec
     head_dim = problem.query.shape[3]
-    padded_dim, parent_rows, child_rows = padded_sizes(
-        head_dim, spec.num_parents, spec.num_children
-    )
+    padded_dim, parent_rows, child_rows = problem.padded_sizes
     rows = 2 * parent_rows + spec.num_parents * child_rows
     visible = padded(parent_rows + spec.num_refined * child_rows) if problem.exact_keys else 0
     return TileSizes(

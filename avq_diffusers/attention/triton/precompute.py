@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from avq_diffusers.attention.triton.aggregate import PiecePointers, RowPointers, aggregate_kernel
-from avq_diffusers.attention.triton.codewords import padded_sizes, value_width
+from avq_diffusers.attention.triton.codewords import value_width
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers, leaf_order_kernel
 from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
@@ -179,9 +179,7 @@ def precompute_launches(
 
 def _sizes(problem: Problem) -> KeySizes:
     spec, head_dim = problem.spec, problem.key.shape[3]
-    padded_dim, parent_rows, child_rows = padded_sizes(
-        head_dim, spec.num_parents, spec.num_children
-    )
+    padded_dim, parent_rows, child_rows = problem.padded_sizes
     return KeySizes(
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
@@ -198,9 +196,7 @@ def _sizes(problem: Problem) -> KeySizes:
 
 def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> CellSizes:
     spec = problem.spec
-    _, parent_rows, child_rows = padded_sizes(
-        problem.key.shape[3], spec.num_parents, spec.num_children
-    )
+    _, parent_rows, child_rows = problem.padded_sizes
     return CellSizes(
         NUM_PARENTS=spec.num_parents,
         NUM_CHILDREN=spec.num_children,

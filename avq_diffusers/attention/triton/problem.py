@@ -11,7 +11,7 @@ from torch import Tensor
 
 from avq_diffusers.attention.limits import matrix_instructions
 from avq_diffusers.attention.spec import Spec, Tensors
-from avq_diffusers.attention.triton.codewords import StoredCodes
+from avq_diffusers.attention.triton.codewords import StoredCodes, padded_sizes
 from avq_diffusers.attention.triton.launch import (
     Pointer,
     address,
@@ -136,6 +136,12 @@ class Problem(NamedTuple):
     @property
     def num_sinks(self) -> int:
         return self.sinks[0].shape[2] if self.sinks else 0
+
+    @property
+    def padded_sizes(self) -> tuple[int, int, int]:
+        """DP, MP and CP."""
+        spec = self.spec
+        return padded_sizes(self.key.shape[3], spec.num_parents, spec.num_children)
 
     @property
     def num_tiles(self) -> int:

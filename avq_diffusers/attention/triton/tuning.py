@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from avq_diffusers.attention.triton.codewords import padded, padded_sizes
+from avq_diffusers.attention.triton.codewords import padded
 from avq_diffusers.attention.triton.problem import Problem
 
 
@@ -60,7 +60,7 @@ def meets_keys(problem: Problem) -> bool:
 def _without_keys(problem: Problem) -> AttentionTiling:
     spec, dtype, has_mma = problem.spec, problem.dtype, problem.instructions == "mma"
     head_dim = problem.query.shape[3]
-    _, parent_rows, child_rows = padded_sizes(head_dim, spec.num_parents, spec.num_children)
+    _, parent_rows, child_rows = problem.padded_sizes
     child_rows = max(1, child_rows)
     tile_rows = padded(spec.query_tile, 16)
     tiling = AttentionTiling(
@@ -161,8 +161,8 @@ def precompute_tiling(problem: Problem) -> PrecomputeTiling:
 
 def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     spec, means = problem.spec, problem.spec.means
-    batch, heads, num_keys, head_dim = problem.key.shape
-    padded_dim, _, _ = padded_sizes(head_dim, spec.num_parents, spec.num_children)
+    batch, heads, num_keys, _ = problem.key.shape
+    padded_dim, _, _ = problem.padded_sizes
     most_chunks = 16 if spec.num_children == 0 else 64 if spec.num_parents <= 64 else 32
     # Enough pieces to fill the GPU, however the keys are distributed over the parents.
     piece_keys = batch * heads * num_keys * padded_dim >> 16
@@ -255,11 +255,9 @@ class GradientTiling:
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
     """The tiling of the gradients, measured on an H200."""
-    spec, is_large = problem.spec, problem.instructions == "wgmma"
+    is_large = problem.instructions == "wgmma"
     head_dim = problem.query.shape[3]
-    padded_dim, parent_rows, child_rows = padded_sizes(
-        head_dim, spec.num_parents, spec.num_children
-    )
+    padded_dim, parent_rows, child_rows = problem.padded_sizes
     child_rows = max(1, child_rows)
     leaf_numbers = child_rows * padded(2 * head_dim)
     choice = AttentionTiling(
