@@ -97,7 +97,7 @@ def _load_codes(head, parent, cell, SIZES, CELLS):
         rank = tl.maximum(leaves - 1, 0).to(tl.int64) * cell.total // CELLS.NUM_CHILDREN
         rank = tl.minimum(rank.to(tl.int32), tl.maximum(cell.total - 1, 0))
         is_code = (leaves <= CELLS.NUM_CHILDREN) & (cell.total > 0)
-        keys = keys_of_cell(rank, is_code, cell, CELLS)
+        keys = keys_of_cell(rank, is_code, cell)
         codes = load_keys(head, keys, is_code & (leaves > 0), SIZES)
         parents = parent + tl.zeros_like(leaves)
         own = own_parents(head, parents, is_code & (leaves == 0), SIZES)
@@ -107,13 +107,13 @@ def _load_codes(head, parent, cell, SIZES, CELLS):
 
 
 @triton.jit
-def _sum_squares(square_ptr, start, stop, cell, CELLS):
+def _sum_squares(square_ptr, start, stop, cell):
     """Sum of the squared distances of a cell's keys, ranks `start` to `stop`."""
     BLOCK: tl.constexpr = 256
     squares = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(start, stop, BLOCK):
         rank = first + tl.arange(0, BLOCK)
-        keys = keys_of_cell(rank, rank < stop, cell, CELLS)
+        keys = keys_of_cell(rank, rank < stop, cell)
         squares += tl.load(square_ptr + keys, mask=rank < stop, other=0.0)
     return tl.sum(squares, axis=0)
 
@@ -131,7 +131,7 @@ def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
         # (KEYS)
         rank = block + tl.arange(0, KEYS)
         is_key = rank < stop
-        keys = keys_of_cell(rank, is_key, cell, CELLS)
+        keys = keys_of_cell(rank, is_key, cell)
 
         # (KEYS, DP)
         value = load_rows(at.value, keys, at.value_stride, SIZES.ALIGN, is_key, SIZES)
@@ -364,7 +364,7 @@ def aggregate_kernel(
         tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + leaves, sums.counts)
     elif SIZES.MEANS:
         # A separate loop: the one above has no registers to spare.
-        of_cell = _sum_squares(at.square, start, stop, cell, CELLS)
+        of_cell = _sum_squares(at.square, start, stop, cell)
         squares = tl.where(leaves == 0, of_cell, 0.0)
         sums = Sums(sums.of_values, sums.of_keys, squares, sums.counts)
 

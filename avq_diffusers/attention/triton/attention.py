@@ -288,7 +288,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         ORDERED=problem.query_order is not None,
         OWN_CENTRE=not problem.is_stored,
         VISIBLE=visible,
-        LOG2_VISIBLE=max(0, visible.bit_length() - 1),
         BLOCK_C=COLUMN_BLOCK,
         BLOCK_K=keys_per_block(problem),
         FACTOR=spec.scale * math.log2(math.e) if meets_keys(problem) else 0.0,

@@ -262,7 +262,7 @@ def exact_tokens(exact, chosen, first, SIZES):
     """
     CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
     ranks = first + tl.arange(0, CHUNK)
-    places = place_of(ranks, chosen.earlier, chosen.shift, SIZES.VISIBLE, SIZES.LOG2_VISIBLE)
+    places = place_of(ranks, chosen.earlier, chosen.shift)
     tokens = tl.load(exact.leaf_order + places, mask=ranks < chosen.num_keys, other=0)
     return tokens, tl.minimum(CHUNK, chosen.num_keys - first)
 

@@ -65,25 +65,25 @@ def _exact_slots(first_ptr, parent, tiles, is_tile, slot, is_refined, SIZES):
 
 @triton.jit
 def _store_leaf_gradients(
-    leaf_gradients_ptr, log_counts_ptr, parent, of_all, of_stay, of_children, SIZES, SCALE
+    pointer, log_counts_ptr, parent, of_all, of_stay, of_children, SIZES, SCALE
 ):
     """Divide the sums over tiles by key counts and write them."""
     ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
     numbers = tl.arange(0, of_all.shape[0])
     is_number = numbers < ROW
-    dtype = leaf_gradients_ptr.dtype.element_ty
+    dtype = pointer.dtype.element_ty
     scale = tl.where(numbers < SIZES.HEAD_DIM, 1.0, SCALE)
     every = tl.arange(0, 1) >= 0
     row = parent + tl.arange(0, 1)
     of_all *= scale * _inverse_count(log_counts_ptr, row, every)
     of_stay *= scale * _inverse_count(log_counts_ptr, SIZES.PARENT_ROWS + row, every)
-    tl.store(leaf_gradients_ptr + numbers, (of_all + of_stay).to(dtype), mask=is_number)
+    tl.store(pointer + numbers, (of_all + of_stay).to(dtype), mask=is_number)
     if SIZES.NUM_REFINED > 0:
         child = tl.arange(0, SIZES.CHILD_ROWS)
         rows = 2 * SIZES.PARENT_ROWS + parent * SIZES.CHILD_ROWS + child
         inverse = _inverse_count(log_counts_ptr, rows, child >= 0)
         of_children = of_all[None, :] + of_children * scale[None, :] * inverse[:, None]
-        pointers = leaf_gradients_ptr + (1 + child)[:, None] * ROW + numbers[None, :]
+        pointers = pointer + (1 + child)[:, None] * ROW + numbers[None, :]
         tl.store(pointers, of_children.to(dtype), mask=is_number[None, :])
 
 
@@ -290,7 +290,7 @@ def key_gradients_kernel(
         # (KEYS)
         rank = block + tl.arange(0, KEYS)
         is_key = rank < stop
-        keys = keys_of_cell(rank, is_key, cell, CELLS)
+        keys = keys_of_cell(rank, is_key, cell)
         leaf = tl.zeros([KEYS], tl.int32)
         if SIZES.NUM_REFINED > 0:
             leaf = tl.load(leaf_ptr + cell.first + rank, mask=is_key, other=0)

@@ -63,7 +63,7 @@ class Memory:
     """The parts of a plan's allocation.
 
     Args:
-        num_given: number of tensors that a call gives; their addresses come first.
+        num_given: number of addresses that come first.
     """
 
     def __init__(self, num_given: int) -> None:

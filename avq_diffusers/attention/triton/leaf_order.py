@@ -96,7 +96,7 @@ def leaf_order_kernel(
         # (KEYS)
         rank = block + tl.arange(0, KEYS)
         is_key = rank < stop
-        keys = keys_of_cell(rank, is_key, cell, CELLS)
+        keys = keys_of_cell(rank, is_key, cell)
         leaf = tl.load(leaf_ptr + first_key + cell.first + rank, mask=is_key, other=-1)
 
         # (L, KEYS)

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+# Of the number of runs that `place_of` searches.
+MOST_BITS = tl.constexpr(16)
+
 
 class CellSizes(NamedTuple):
     """Compile-time sizes of cells, their leaves and their pieces."""
@@ -22,7 +25,6 @@ class CellSizes(NamedTuple):
     LEAF_ROWS: tl.constexpr
     ROWS: tl.constexpr  # 2 MP + M0 CP rows of mean values
     NUM_CHUNKS: tl.constexpr  # most chunks of a head, a power of two
-    LOG2_CHUNKS: tl.constexpr
     PIECE: tl.constexpr
     VALUE_WIDTH: tl.constexpr  # numbers in a row with mean values
     FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
@@ -82,24 +84,26 @@ def extra_pieces(keys, CELLS):
 
 
 @triton.jit
-def place_of(rank, earlier, shift, SIZE, LOG2_SIZE):
+def place_of(rank, earlier, shift):
     """Positions of these ranks in an order made of runs.
 
-    earlier: (SIZE) ranks before each run, non-decreasing.
-    shift: (SIZE) from a rank in each run to its position.
+    earlier: (a power of two) ranks before each run, non-decreasing.
+    shift: (the same) from a rank in each run to its position.
     """
+    SIZE: tl.constexpr = earlier.shape[0]
     # The run of a rank is the last one that starts at or before it.
     run = tl.zeros_like(rank)
-    for bit in tl.static_range(LOG2_SIZE):
-        later = run + (SIZE >> (bit + 1))
-        run = tl.where(tl.gather(earlier, later, axis=0) <= rank, later, run)
+    for bit in tl.static_range(MOST_BITS):
+        if SIZE >> bit > 1:
+            later = run + (SIZE >> (bit + 1))
+            run = tl.where(tl.gather(earlier, later, axis=0) <= rank, later, run)
     return rank + tl.gather(shift, run, axis=0)
 
 
 @triton.jit
-def keys_of_cell(rank, valid, cell, CELLS):
+def keys_of_cell(rank, valid, cell):
     """The keys at these ranks in their cell; key 0 where a rank is not valid."""
-    place = place_of(rank, cell.earlier, cell.shift, CELLS.NUM_CHUNKS, CELLS.LOG2_CHUNKS)
+    place = place_of(rank, cell.earlier, cell.shift)
     return tl.load(cell.order + place, mask=valid, other=0)
 
 

@@ -205,7 +205,6 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         LEAF_ROWS=max(16, 2 * child_rows),
         ROWS=2 * parent_rows + spec.num_parents * child_rows,
         NUM_CHUNKS=tiling.num_chunks,
-        LOG2_CHUNKS=tiling.num_chunks.bit_length() - 1,
         PIECE=tiling.piece_keys,
         VALUE_WIDTH=value_width(problem.key.shape[3]),
         FACTOR=spec.scale * math.log2(math.e),

@@ -45,24 +45,29 @@ class Strides(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a call gives to its kernels: pointers in a plan, addresses in a run, or None."""
+    """What kernels are given: pointers in a plan, addresses in a run; None for anything else."""
 
-    query: Any
-    key: Any
-    value: Any
-    sink_key: Any
-    sink_value: Any
-    query_order: Any
-    key_order: Any
-    parents: Any
-    stored_codes: Any
-    bias: Any
-    centre: Any  # of stored codes
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    sink_key: Any = None
+    sink_value: Any = None
+    query_order: Any = None
+    key_order: Any = None
+    parents: Any = None
+    stored_codes: Any = None
+    bias: Any = None
+    centre: Any = None  # of stored codes
     output: Any = None
     grad_output: Any = None
     grad_query: Any = None
     grad_key: Any = None
     grad_value: Any = None
+
+
+def pointers_of(dtypes: Given) -> Given:
+    """Pointers to what is given with these dtypes."""
+    return Given(*(dtype and Pointer(place, dtype) for place, dtype in enumerate(dtypes)))
 
 
 class Problem(NamedTuple):
@@ -169,7 +174,7 @@ class Problem(NamedTuple):
             dtypes = dtypes._replace(
                 grad_output=dtype, grad_query=dtype, grad_key=dtype, grad_value=dtype
             )
-        return Given(*(dtype and Pointer(place, dtype) for place, dtype in enumerate(dtypes)))
+        return pointers_of(dtypes)
 
 
 def alignment_of(*layouts: Layout) -> int:

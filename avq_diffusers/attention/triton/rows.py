@@ -23,12 +23,12 @@ class KeySizes(NamedTuple):
     PADDED_DIM: tl.constexpr
     NUM_PARENTS: tl.constexpr
     PARENT_ROWS: tl.constexpr
-    CODE_ROWS: tl.constexpr  # rows of stored codes
     ALIGN: tl.constexpr
-    MEANS: tl.constexpr  # mean keys represent the keys, else stored codewords
-    STORED: tl.constexpr
     UPDATED: tl.constexpr
     ORDERED: tl.constexpr
+    STORED: tl.constexpr = False
+    CODE_ROWS: tl.constexpr = 0  # rows of stored codes
+    MEANS: tl.constexpr = True  # mean keys represent the keys, else stored codewords
 
 
 class ParentPointers(NamedTuple):

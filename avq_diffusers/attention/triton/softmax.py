@@ -57,7 +57,6 @@ class TileSizes(NamedTuple):
     ORDERED: tl.constexpr  # query tiles are cut from an order
     OWN_CENTRE: tl.constexpr  # every batch element has its own centre
     VISIBLE: tl.constexpr  # most columns of a tile with exact keys, a power of two
-    LOG2_VISIBLE: tl.constexpr
     BLOCK_C: tl.constexpr
     BLOCK_K: tl.constexpr
     FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)

@@ -10,7 +10,7 @@ Shapes: B batch, H heads, S keys, D head dim, M0 parents; DP, MP as in `codeword
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,14 +24,13 @@ from avq_diffusers.attention.triton.launch import (
     Launch,
     Memory,
     Plan,
-    Pointer,
     address,
     aligned,
     capability_of,
     kernel_layout,
 )
 from avq_diffusers.attention.triton.pieces import Chunks
-from avq_diffusers.attention.triton.problem import Layout, Strides, alignment_of
+from avq_diffusers.attention.triton.problem import Given, Layout, Strides, alignment_of, pointers_of
 from avq_diffusers.attention.triton.rows import (
     KeySizes,
     ParentPointers,
@@ -60,18 +59,10 @@ def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor
         has_parents = parents is not None
         gpu = key.device, capability_of(key.device)
         plan = _plan(*gpu, key.dtype, Layout.of(key), order_dtype, has_parents, spec)
-        given = UpdateGiven(address(key), address(key_order), address(parents))
+        given = Given(key=address(key), key_order=address(key_order), parents=address(parents))
         parents = plan.run(given, key.device)
     assert parents is not None
     return parents
-
-
-class UpdateGiven(NamedTuple):
-    """What an update is given: pointers in a plan, addresses in a run, or None."""
-
-    key: Any
-    key_order: Any
-    parents: Any
 
 
 class SumPointers(NamedTuple):
@@ -96,12 +87,9 @@ def _plan(
     padded_dim, parent_rows, _ = padded_sizes(head_dim, spec.num_parents, 0)
     tiling = update_tiling(capability, key.shape, dtype, parent_rows)
     num_chunks = -(-num_keys // tiling.chunk_keys)
-    memory = Memory(len(UpdateGiven._fields))
-    given = UpdateGiven(
-        Pointer(0, dtype),
-        None if order_dtype is None else Pointer(1, order_dtype),
-        Pointer(2, dtype) if has_parents else None,
-    )
+    memory = Memory(len(Given._fields))
+    parents_dtype = dtype if has_parents else None
+    given = pointers_of(Given(key=dtype, key_order=order_dtype, parents=parents_dtype))
     rows = (batch, num_heads, num_chunks, parent_rows)
     updated = memory.add((batch, num_heads, spec.num_parents, head_dim), dtype)
     sizes = KeySizes(
@@ -109,10 +97,7 @@ def _plan(
         PADDED_DIM=padded_dim,
         NUM_PARENTS=spec.num_parents,
         PARENT_ROWS=parent_rows,
-        CODE_ROWS=0,
         ALIGN=alignment_of(key),
-        MEANS=True,
-        STORED=False,
         UPDATED=has_parents,
         ORDERED=order_dtype is not None,
     )
