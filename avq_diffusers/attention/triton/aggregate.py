@@ -20,6 +20,7 @@ from avq_diffusers.attention.triton.pieces import (
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import (
     ParentPointers,
+    Tables,
     bias_of,
     first_maximum,
     head_of_program,
@@ -43,16 +44,6 @@ class PiecePointers(NamedTuple):
     piece_squares: tl.tensor
 
 
-class RowPointers(NamedTuple):
-    """Tables with a row per codeword (`precompute`); None for those a call does not have."""
-
-    codes: tl.tensor
-    mean_values: tl.tensor
-    log_counts: tl.tensor
-    variance: tl.tensor
-    row_weight: tl.tensor
-
-
 class HeadOfPieces(NamedTuple):
     """What pieces of a head read besides its keys, and what they write."""
 
@@ -62,7 +53,7 @@ class HeadOfPieces(NamedTuple):
     leaf: tl.tensor
     centre: tl.tensor
     pieces: PiecePointers
-    tables: RowPointers
+    tables: Tables
 
 
 class Sums(NamedTuple):
@@ -299,10 +290,10 @@ def _pieces_of_head(pieces, batch_head, num_pieces, SIZES, CELLS):
 
 @triton.jit
 def _tables_of_head(tables, batch_head, SIZES, CELLS):
-    """The `RowPointers` of a head."""
+    """The `Tables` of a head."""
     CODE_ROWS: tl.constexpr = CELLS.ROWS if SIZES.MEANS else CELLS.ROWS - CELLS.PARENT_ROWS
     row = batch_head * CELLS.ROWS
-    return RowPointers(
+    return Tables(
         tables.codes + row * SIZES.PADDED_DIM if SIZES.MEANS else None,
         tables.mean_values + row * CELLS.VALUE_WIDTH,
         tables.log_counts + batch_head * CODE_ROWS,
@@ -320,7 +311,7 @@ def aggregate_kernel(
     source: ParentPointers,
     sort: SortPointers,
     pieces: PiecePointers,
-    tables: RowPointers,
+    tables: Tables,
     key_strides: Strides,
     value_strides: Strides,
     chunks: Chunks,

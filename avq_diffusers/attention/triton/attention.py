@@ -34,17 +34,16 @@ import triton.language as tl
 
 from avq_diffusers.attention.triton.codewords import padded, value_width
 from avq_diffusers.attention.triton.exact import (
-    ColumnPointers,
+    TilePointers,
     TokenLayout,
-    TokenPointers,
     exact_of_tile,
     sinks_of_tile,
 )
 from avq_diffusers.attention.triton.launch import Launch, Memory
-from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
 from avq_diffusers.attention.triton.problem import Given, Layout, Problem, Strides, alignment_of
-from avq_diffusers.attention.triton.softmax import Tables, TileBlocks, TileSizes
+from avq_diffusers.attention.triton.rows import Tables
+from avq_diffusers.attention.triton.softmax import TileBlocks, TileSizes
 from avq_diffusers.attention.triton.tile import TileInputs, attend_tile
 from avq_diffusers.attention.triton.tuning import (
     COLUMN_BLOCK,
@@ -134,13 +133,9 @@ def store_dims(row_pointers, first, tile, block, HEAD_DIM):
 def attention_kernel(
     query_ptr,
     query_order_ptr,
-    centre_ptr,
     output_ptr,
     tables: Tables,
-    keys: TokenPointers,
-    sinks: TokenPointers,
-    leaves: LeafPointers,
-    columns: ColumnPointers,
+    keys: TilePointers,
     num_queries,
     exact_keys,
     query_strides: Strides,
@@ -154,10 +149,8 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     tile = tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS)
     tables = tables_of_tile(tables, tile, SIZES)
-    exact = exact_of_tile(
-        keys, key_layout, centre_ptr, tables, leaves, columns, exact_keys, tile, SIZES
-    )
-    sinks = sinks_of_tile(sinks, sink_layout, centre_ptr, tile, SIZES)
+    exact = exact_of_tile(keys, key_layout, exact_keys, tables, tile, SIZES)
+    sinks = sinks_of_tile(keys, sink_layout, tile, SIZES)
 
     # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
     rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
@@ -179,13 +172,13 @@ class Tiles(NamedTuple):
     """What kernels that run on query tiles have in common.
 
     The memory holds `tables.refined`, (B, H, tiles, P) int32, the parents that each tile refines,
-    and with exact keys `columns`.
+    and with exact keys the columns in `keys`.
     """
 
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
     tables: Tables
-    columns: ColumnPointers
+    keys: TilePointers
     sizes: TileSizes
 
 
@@ -216,22 +209,27 @@ def query_tiles(
     sizes = _sizes(problem, tiling, align)
     shape = (batch, heads, problem.num_tiles)
     refined = memory.add((*shape, problem.spec.num_refined), torch.int32)
-    columns = ColumnPointers(None, None, None, None)
+    keys = TilePointers(
+        *(given.key, given.value, given.sink_key, given.sink_value, precompute.centre),
+        *precompute.leaves,
+        *(None, None, None, None),
+    )
     if problem.exact_keys:
-        dtypes = ColumnPointers(torch.float32, torch.int32, torch.int32, torch.int32)
-        columns = ColumnPointers(*(memory.add((*shape, sizes.VISIBLE), x) for x in dtypes))
-    tables = Tables(*precompute.tables, refined)
+        columns = (*shape, sizes.VISIBLE)
+        keys = keys._replace(
+            score=memory.add(columns, torch.float32),
+            row=memory.add(columns, torch.int32),
+            exact_row=memory.add(columns, torch.int32),
+            first=memory.add(columns, torch.int32),
+        )
+    tables = precompute.tables._replace(refined=refined)
     blocks = min(tiling.parent_block, sizes.PARENT_ROWS), tiling.parents_per_block
     arguments = {
         "query_ptr": given.query,
         "query_order_ptr": given.query_order,
-        "centre_ptr": precompute.centre,
         "output_ptr": given.output,
         "tables": tables,
-        "keys": TokenPointers(given.key, given.value),
-        "sinks": TokenPointers(given.sink_key, given.sink_value),
-        "leaves": precompute.leaves,
-        "columns": columns,
+        "keys": keys,
         "num_queries": num_queries,
         "exact_keys": problem.exact_keys,
         "query_strides": query_strides,
@@ -247,7 +245,7 @@ def query_tiles(
         ),
     }
     grid = heads * problem.num_tiles, batch, 1
-    return Tiles(grid, arguments, tables, columns, sizes)
+    return Tiles(grid, arguments, tables, keys, sizes)
 
 
 def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout:

@@ -29,19 +29,17 @@ from avq_diffusers.attention.triton.attention import (
 )
 from avq_diffusers.attention.triton.exact import (
     NEVER,
-    ColumnPointers,
+    TilePointers,
     TokenLayout,
-    TokenPointers,
     exact_of_tile,
     exact_tokens,
     load_token_codes,
     load_tokens,
     sinks_of_tile,
 )
-from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
-from avq_diffusers.attention.triton.rows import product
-from avq_diffusers.attention.triton.softmax import Tables, load_codes, load_values, logits_of
+from avq_diffusers.attention.triton.rows import Tables, product
+from avq_diffusers.attention.triton.softmax import load_codes, load_values, logits_of
 from avq_diffusers.attention.triton.tile import (
     TileInputs,
     attend_tile,
@@ -61,8 +59,8 @@ class ColumnGradients(NamedTuple):
     """
 
     column: tl.tensor  # (B, H, T, MP + P CP, 2 D) float32
-    exact_column: tl.tensor
-    sink_column: tl.tensor
+    exact_column: tl.tensor = None
+    sink_column: tl.tensor = None
 
 
 class GradientBlocks(NamedTuple):
@@ -124,7 +122,7 @@ def _add_codewords(grad_query, tile, rows, columns, SIZES):
     values = load_values(tables, rows, valid, SIZES)[0]
     log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
     if SIZES.EXACT_KEYS:
-        first_ptr = tile.inputs.exact.columns.first
+        first_ptr = tile.inputs.exact.first
         first = tl.load(first_ptr + columns.place, mask=valid, other=0)
         log_counts = tl.where(first == NEVER, log_counts, float("-inf"))
     return _add_columns(grad_query, tile, codes, values, log_counts, columns, SIZES)
@@ -201,14 +199,10 @@ def column_gradients_kernel(
     query_ptr,
     grad_output_ptr,
     query_order_ptr,
-    centre_ptr,
     grad_query_ptr,
     gradients: ColumnGradients,
     tables: Tables,
-    keys: TokenPointers,
-    sinks: TokenPointers,
-    leaves: LeafPointers,
-    columns: ColumnPointers,
+    keys: TilePointers,
     num_queries,
     exact_keys,
     query_strides: Strides,
@@ -228,10 +222,8 @@ def column_gradients_kernel(
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     place = tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS)
     tables = tables_of_tile(tables, place, SIZES)
-    exact = exact_of_tile(
-        keys, key_layout, centre_ptr, tables, leaves, columns, exact_keys, place, SIZES
-    )
-    sinks = sinks_of_tile(sinks, sink_layout, centre_ptr, place, SIZES)
+    exact = exact_of_tile(keys, key_layout, exact_keys, tables, place, SIZES)
+    sinks = sinks_of_tile(keys, sink_layout, place, SIZES)
     gradients = _gradients_of_tile(gradients, exact, sinks, place, SIZES)
 
     # (BLOCK_N, DP)

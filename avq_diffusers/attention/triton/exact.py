@@ -23,11 +23,26 @@ from avq_diffusers.attention.triton.softmax import accumulate, load_codewords, w
 NEVER = tl.constexpr(2**31 - 1)
 
 
-class TokenPointers(NamedTuple):
-    """Keys and values that take part as themselves."""
+class TilePointers(NamedTuple):
+    """Keys that take part as themselves, where those of a leaf are, and the columns of tiles.
+
+    score, row, exact_row, first: (B, H, tiles, VISIBLE), all int32 but the score.
+    """
 
     key: tl.tensor
     value: tl.tensor
+    sink_key: tl.tensor
+    sink_value: tl.tensor
+    centre: tl.tensor
+    leaf_order: tl.tensor
+    row_start: tl.tensor
+    row_count: tl.tensor
+    score: tl.tensor  # of every column
+    row: tl.tensor  # of every column
+    exact_row: tl.tensor  # rows of the exact columns
+    # Of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
+    # are not exact.
+    first: tl.tensor
 
 
 class TokenLayout(NamedTuple):
@@ -40,20 +55,6 @@ class TokenLayout(NamedTuple):
     value_batch: tl.tensor
     value_head: tl.tensor
     value_token: tl.tensor
-
-
-class ColumnPointers(NamedTuple):
-    """The columns of a tile: (B, H, tiles, VISIBLE), all int32 but the score.
-
-    score, row: of every column.
-    """
-
-    score: tl.tensor
-    row: tl.tensor
-    exact_row: tl.tensor  # rows of the exact columns
-    # Of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
-    # are not exact.
-    first: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -76,7 +77,10 @@ class ExactKeys(NamedTuple):
     row_start: tl.tensor
     row_count: tl.tensor
     row_weight: tl.tensor
-    columns: ColumnPointers
+    score: tl.tensor
+    row: tl.tensor
+    exact_row: tl.tensor
+    first: tl.tensor
 
 
 class ChosenColumns(NamedTuple):
@@ -93,15 +97,15 @@ class ChosenColumns(NamedTuple):
 
 
 @triton.jit
-def _tokens_of_head(tokens, layout, centre_ptr, tile, SIZES):
+def _tokens_of_head(key_ptr, value_ptr, layout, centre_ptr, tile, SIZES):
     """The `Tokens` of the head of a query tile."""
     head = tile.head.to(tl.int64)
     key_start = tile.batch * layout.key_batch + head * layout.key_head
     value_start = tile.batch * layout.value_batch + head * layout.value_head
     centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head
     return Tokens(
-        tokens.key + key_start * SIZES.ALIGN,
-        tokens.value + value_start * SIZES.ALIGN,
+        key_ptr + key_start * SIZES.ALIGN,
+        value_ptr + value_start * SIZES.ALIGN,
         layout.key_token.to(tl.int64) * SIZES.ALIGN,
         layout.value_token.to(tl.int64) * SIZES.ALIGN,
         centre_ptr + centre_head * SIZES.PADDED_DIM,
@@ -110,45 +114,42 @@ def _tokens_of_head(tokens, layout, centre_ptr, tile, SIZES):
 
 
 @triton.jit
-def exact_of_tile(keys, layout, centre_ptr, tables, leaves, columns, budget, tile, SIZES):
+def exact_of_tile(keys, layout, budget, tables, tile, SIZES):
     """The `ExactKeys` of a query tile, from its tables; None without exact keys."""
     exact = None
     if SIZES.EXACT_KEYS:
-        tokens = _tokens_of_head(keys, layout, centre_ptr, tile, SIZES)
         row = tile.batch_head * SIZES.ROWS
         first = tile.number * SIZES.VISIBLE
         exact = ExactKeys(
-            tokens,
+            _tokens_of_head(keys.key, keys.value, layout, keys.centre, tile, SIZES),
             budget,
-            leaves.leaf_order + tile.batch_head * tokens.number,
-            leaves.row_start + row,
-            leaves.row_count + row,
+            keys.leaf_order + tile.batch_head * layout.number,
+            keys.row_start + row,
+            keys.row_count + row,
             tables.row_weight,
-            ColumnPointers(
-                columns.score + first,
-                columns.row + first,
-                columns.exact_row + first,
-                columns.first + first,
-            ),
+            keys.score + first,
+            keys.row + first,
+            keys.exact_row + first,
+            keys.first + first,
         )
     return exact
 
 
 @triton.jit
-def sinks_of_tile(sinks, layout, centre_ptr, tile, SIZES):
+def sinks_of_tile(keys, layout, tile, SIZES):
     """The sink `Tokens` of a query tile; None without sinks."""
-    tokens = None
+    sinks = None
     if SIZES.SINKS:
-        tokens = _tokens_of_head(sinks, layout, centre_ptr, tile, SIZES)
-    return tokens
+        sinks = _tokens_of_head(keys.sink_key, keys.sink_value, layout, keys.centre, tile, SIZES)
+    return sinks
 
 
 @triton.jit
 def store_scores(attention, exact, columns, rows, valid):
     """Store scores and rows of some columns, from the sum of the attention of the queries."""
     score = attention * tl.load(exact.row_weight + rows, mask=valid, other=0.0)
-    tl.store(exact.columns.score + columns, score, mask=valid)
-    tl.store(exact.columns.row + columns, rows, mask=valid)
+    tl.store(exact.score + columns, score, mask=valid)
+    tl.store(exact.row + columns, rows, mask=valid)
 
 
 @triton.jit
@@ -164,13 +165,13 @@ def choose_columns(tile, SIZES):
     # Scores of half-precision inputs are not as exact as the bits that make room for the column.
     column = tl.arange(0, VISIBLE)
     is_column = column < SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
-    score = tl.load(exact.columns.score + column, mask=is_column, other=0.0)
+    score = tl.load(exact.score + column, mask=is_column, other=0.0)
     rank_key = score.to(tl.int32, bitcast=True)
     if tile.query[0].dtype == tl.float32:
         rank_key = rank_key.to(tl.int64) << 32
     rank_key = rank_key & -VISIBLE | (VISIBLE - 1 - column)
     rank_key = tl.where(is_column, rank_key, -1)
-    row = tl.load(exact.columns.row + column, mask=is_column, other=0)
+    row = tl.load(exact.row + column, mask=is_column, other=0)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
 
     # Search the column that no longer fits, two bits of its rank key at a time, until no other
@@ -190,10 +191,10 @@ def choose_columns(tile, SIZES):
     is_exact = is_column & (fits | ((rank_key - lowest) >> shift > 0))
 
     place = tl.cumsum(is_exact.to(tl.int32), axis=0) - 1
-    tl.store(exact.columns.exact_row + place, row, mask=is_exact)
+    tl.store(exact.exact_row + place, row, mask=is_exact)
     count = tl.where(is_exact, count, 0)
     earlier = tl.cumsum(count, axis=0) - count
-    tl.store(exact.columns.first + column, tl.where(is_exact, earlier, NEVER), mask=is_column)
+    tl.store(exact.first + column, tl.where(is_exact, earlier, NEVER), mask=is_column)
     number = tl.sum(is_exact.to(tl.int32), axis=0)
     num_keys = tl.sum(count, axis=0)
     shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - earlier
@@ -207,7 +208,7 @@ def _take_away(tile, num_columns, softmax, SIZES, RUNNING):
     for start in tl.range(0, num_columns, SIZES.BLOCK_C):
         rank = start + tl.arange(0, SIZES.BLOCK_C)
         valid = rank < num_columns
-        rows = tl.load(tile.exact.columns.exact_row + rank, mask=valid, other=0)
+        rows = tl.load(tile.exact.exact_row + rank, mask=valid, other=0)
         codes, log_counts, values, shares = load_codewords(
             tile.tables, rows, rows, valid, SIZES, True, RUNNING
         )

@@ -92,7 +92,7 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
     spec, float32 = problem.spec, torch.float32
     tiling = gradient_tiling(problem)
     memory = Memory(len(Given._fields))
-    given = problem.pointers(gradients=True)
+    given = problem.pointers()
     precompute = precompute_launches(problem, given, memory, leaves=True)
     attention = query_tiles(problem, given, precompute, memory, tiling.choice)
     sizes = attention.sizes
@@ -100,21 +100,20 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
     tiles, width = (batch, heads, problem.num_tiles), 2 * head_dim
     parents = (batch, heads, spec.num_parents)
     num_columns = sizes.PARENT_ROWS + sizes.NUM_REFINED * sizes.CHILD_ROWS
-    columns = ColumnGradients(memory.add((*tiles, num_columns, width), float32), None, None)
-    exact = ExactPointers(None, None, None, None, None)
+    columns = ColumnGradients(memory.add((*tiles, num_columns, width), float32))
+    exact = ExactPointers()
     if problem.sinks:
         sink_column = memory.add((*tiles, problem.num_sinks, width), float32)
         columns = columns._replace(sink_column=sink_column)
     if problem.exact_keys:
-        exact_column = memory.add((*tiles, problem.exact_keys, width), float32)
-        columns = columns._replace(exact_column=exact_column)
         exact = ExactPointers(
             place=precompute.place,
             row_start=precompute.leaves.row_start,
-            first=attention.columns.first,
+            first=attention.keys.first,
             exact_slot=memory.add((*parents, problem.num_tiles), torch.int32),
-            exact_column=exact_column,
+            exact_column=memory.add((*tiles, problem.exact_keys, width), float32),
         )
+        columns = columns._replace(exact_column=exact.exact_column)
     grad_strides = grad_output.divided(1)
     arguments = attention.arguments | {
         "grad_output_ptr": given.grad_output,

@@ -105,7 +105,7 @@ def leaf_gradients_kernel(
 
     leaf_gradients: (B, H, M0, 1 + CP, 2 D), of each leaf's value and key: its own plus those of the
         parent's row for all keys.
-    first: as in `ColumnPointers`, with exact keys, like the next one.
+    first: as in `TilePointers`, with exact keys, like the next one.
     exact_slot: (B, H, M0, T) int32, -1 where no key of the parent is exact; else the parent's index
         among the tile's refined parents, P if it is not refined.
     WIDTH: 2 D, padded to a power of two.
@@ -167,11 +167,11 @@ class ExactPointers(NamedTuple):
     first, exact_column: as in `column_gradients`.
     """
 
-    place: tl.tensor
-    row_start: tl.tensor
-    first: tl.tensor
-    exact_slot: tl.tensor  # written by the leaf gradients kernel
-    exact_column: tl.tensor
+    place: tl.tensor = None
+    row_start: tl.tensor = None
+    first: tl.tensor = None
+    exact_slot: tl.tensor = None  # written by the leaf gradients kernel
+    exact_column: tl.tensor = None
 
 
 @triton.jit

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import torch
 
-from avq_diffusers.attention.triton.aggregate import PiecePointers, RowPointers, aggregate_kernel
+from avq_diffusers.attention.triton.aggregate import PiecePointers, aggregate_kernel
 from avq_diffusers.attention.triton.codewords import value_width
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers, leaf_order_kernel
 from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
 from avq_diffusers.attention.triton.problem import Given, Problem, alignment_of
-from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers
+from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers, Tables
 from avq_diffusers.attention.triton.sort import SortBlocks, SortPointers, sort_kernel
 from avq_diffusers.attention.triton.tuning import (
     LEAF_ORDER_KEYS,
@@ -60,7 +60,7 @@ class Precompute(NamedTuple):
 
     launches: list[Launch]
     sort: SortPointers
-    tables: RowPointers
+    tables: Tables
     leaves: LeafPointers  # None without exact keys
     leaf: Pointer | None
     place: Pointer | None
@@ -116,7 +116,7 @@ def precompute_launches(
         part(num_pieces, leaf_rows, dtype=float32, when=means),
     )
     code_rows = cells.ROWS if means else cells.ROWS - parent_rows
-    tables = RowPointers(
+    tables = Tables(
         codes=part(cells.ROWS, sizes.PADDED_DIM, dtype=dtype) if means else given.stored_codes,
         mean_values=part(cells.ROWS, cells.VALUE_WIDTH, dtype=dtype),
         log_counts=part(code_rows, dtype=float32),

@@ -153,28 +153,14 @@ class Problem(NamedTuple):
         """Query tiles per head."""
         return -(-self.query.shape[2] // self.spec.query_tile)
 
-    def pointers(self, *, gradients: bool = False) -> Given:
-        """Pointers to what the call gives, with outputs or else their gradients."""
-        dtype, wide = self.dtype, torch.float32
-        dtypes = Given(
-            query=dtype,
-            key=dtype,
-            value=dtype,
-            sink_key=dtype if self.sinks else None,
-            sink_value=dtype if self.sinks else None,
-            query_order=self.query_order,
-            key_order=self.key_order,
-            parents=dtype if self.has_parents else None,
-            stored_codes=dtype if self.is_stored else None,
-            bias=wide if self.is_stored else None,
-            centre=wide if self.is_stored else None,
-            output=None if gradients else dtype,
-        )
-        if gradients:
-            dtypes = dtypes._replace(
-                grad_output=dtype, grad_query=dtype, grad_key=dtype, grad_value=dtype
-            )
-        return pointers_of(dtypes)
+    def pointers(self) -> Given:
+        """Pointers to what the call gives, among them all that it may write."""
+        dtype = self.dtype
+        sinks, parents = dtype if self.sinks else None, dtype if self.has_parents else None
+        codes, wide = (dtype, torch.float32) if self.is_stored else (None, None)
+        orders = self.query_order, self.key_order
+        inputs = dtype, dtype, dtype, sinks, sinks, *orders, parents, codes, wide, wide
+        return pointers_of(Given(*inputs, *(dtype,) * (len(Given._fields) - len(inputs))))
 
 
 def alignment_of(*layouts: Layout) -> int:

@@ -40,6 +40,17 @@ class ParentPointers(NamedTuple):
     key_order: tl.tensor
 
 
+class Tables(NamedTuple):
+    """Tables with a row per codeword (`precompute`), and the parents that a tile refines."""
+
+    codes: tl.tensor
+    mean_values: tl.tensor
+    log_counts: tl.tensor
+    variance: tl.tensor  # of a parent's keys, with mean keys
+    row_weight: tl.tensor  # with exact keys
+    refined: tl.tensor = None
+
+
 class HeadOfKeys(NamedTuple):
     """The keys of a program's head, and where its parents are."""
 

@@ -16,17 +16,6 @@ LOG_ZERO = tl.constexpr(-1e30)
 LEAST_WEIGHT = tl.constexpr(2.0**-120)
 
 
-class Tables(NamedTuple):
-    """Pointers to what represents a head's keys, and to a tile's refined parents."""
-
-    codes: tl.tensor
-    mean_values: tl.tensor
-    log_counts: tl.tensor
-    variance: tl.tensor  # of a parent's keys, with mean keys
-    row_weight: tl.tensor  # with exact keys
-    refined: tl.tensor
-
-
 class TileSizes(NamedTuple):
     """Compile-time sizes of what a query tile sees.
 

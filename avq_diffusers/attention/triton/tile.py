@@ -16,9 +16,9 @@ from avq_diffusers.attention.triton.exact import (
     choose_columns,
     store_scores,
 )
+from avq_diffusers.attention.triton.rows import Tables
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
-    Tables,
     accumulate,
     empty_softmax,
     leave_out,
