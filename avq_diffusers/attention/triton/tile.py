@@ -51,8 +51,8 @@ class Rows(NamedTuple):
     """Rows of some columns in the tables of codes and of mean values."""
 
     columns: tl.tensor
-    codes: tl.tensor
-    values: tl.tensor
+    of_codes: tl.tensor
+    of_values: tl.tensor
     valid: tl.tensor
 
 
@@ -167,13 +167,13 @@ def _attend_rows(tile, rows, log_denominator, softmax, SIZES, WHOLE, RUNNING, SC
     SCORES: store the scores of the columns.
     """
     codes, log_counts, values, shares = load_codewords(
-        tile.tables, rows.codes, rows.values, rows.valid, SIZES, WHOLE, RUNNING
+        tile.tables, rows.of_codes, rows.of_values, rows.valid, SIZES, WHOLE, RUNNING
     )
     weights, softmax = weigh(tile.query, codes, log_counts, softmax, RUNNING)
     if SCORES:
         exponent = tl.minimum(softmax.running_max - log_denominator, MOST_EXPONENT)
         attention = tl.sum(weights * tl.exp2(exponent)[:, None], axis=0)
-        store_scores(attention, tile.exact, rows.columns, rows.values, rows.valid)
+        store_scores(attention, tile.exact, rows.columns, rows.of_values, rows.valid)
     return accumulate(softmax, weights, values, shares, SIZES)
 
 
