@@ -56,7 +56,7 @@ def flat_kernel(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The same with our kernel."""
     from avq_diffusers.attention.triton.attention import attention_launch
-    from avq_diffusers.attention.triton.launch import Memory, Plan, Pointer, address
+    from avq_diffusers.attention.triton.launch import Memory, Plan, Pointer, addresses_of
     from avq_diffusers.attention.triton.precompute import precompute_launches
     from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
 
@@ -90,8 +90,8 @@ def flat_kernel(
         first = first._replace(tables=first.tables._replace(**own))
         plan = Plan(memory, [attention_launch(problem, given, first, memory)])
         output = torch.empty_like(query.transpose(1, 2).contiguous())
-        addresses = given_by(tensors, stored, None, output=output)
-        plan.run((*addresses, address(means), address(log_counts)), query.device)
+        addresses = *given_by(tensors, stored, None, output), *addresses_of(means, log_counts)
+        plan.run(addresses, query.device)
         return output.transpose(1, 2)
 
     return attend

@@ -40,7 +40,7 @@ def kernel_attention(
     tensors = readable(tensors)
     query = tensors.query
     output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
-    given = given_by(tensors, stored, parents, output=output)
+    given = given_by(tensors, stored, parents, output)
     run_fitting(_plan, Problem.of(tensors, stored, parents, spec), given)
     return output
 
@@ -48,10 +48,7 @@ def kernel_attention(
 def run_fitting(
     make_plan: Callable[[Problem], Plan], problem: Problem, given: Given
 ) -> Tensor | None:
-    """Run the plan of a problem, with smaller tilings if it exceeds the GPU's resources.
-
-    Returns:
-        The plan's result.
+    """The result of a problem's plan, with smaller tilings if it exceeds the GPU's resources.
 
     Raises:
         OutOfResources: even the smallest tiling exceeds them.

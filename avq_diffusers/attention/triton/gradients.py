@@ -67,16 +67,8 @@ def kernel_gradients(
         of_part = readable(tensors.part(part))
         part_parents = None if parents is None else parents[part]
         grad = kernel_layout(grad_output[part], 8)
-        grad_query, grad_key, grad_value = (x[part] for x in grads[:3])
-        given = given_by(
-            of_part,
-            stored,
-            part_parents,
-            grad_output=grad,
-            grad_query=grad_query,
-            grad_key=grad_key,
-            grad_value=grad_value,
-        )
+        outputs = None, grad, *(x[part] for x in grads[:3])
+        given = given_by(of_part, stored, part_parents, *outputs)
         make_plan = partial(_plan, grad_output=Layout.of(grad))
         problem = Problem.of(of_part, stored, part_parents, spec)
         sink_column = run_fitting(make_plan, problem, given)

@@ -217,9 +217,9 @@ class Plan:
         self._is_compiled = True
 
 
-def address(tensor: Tensor | None) -> Address:
-    """A tensor's address, or the tensor itself if kernels are launched the public way."""
-    return tensor.data_ptr() if tensor is not None and IS_DIRECT else tensor
+def addresses_of(*tensors: Tensor | None) -> list[Address]:
+    """Addresses of tensors, or the tensors themselves if kernels are launched the public way."""
+    return [x.data_ptr() if x is not None and IS_DIRECT else x for x in tensors]
 
 
 def aligned(order: Tensor | None) -> Tensor | None:

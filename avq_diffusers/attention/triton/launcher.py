@@ -50,13 +50,5 @@ def launch_compiled(
     if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
         enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
         metadata = compiled.launch_metadata(grid, stream, *arguments)
-    compiled.run(
-        *grid,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        metadata,
-        enter,
-        leave,
-        *arguments,
-    )
+    about = compiled.function, compiled.packed_metadata, metadata
+    compiled.run(*grid, stream, *about, enter, leave, *arguments)

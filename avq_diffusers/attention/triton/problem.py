@@ -14,7 +14,7 @@ from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton.codewords import StoredCodes, padded_sizes
 from avq_diffusers.attention.triton.launch import (
     Pointer,
-    address,
+    addresses_of,
     aligned,
     capability_of,
     kernel_layout,
@@ -188,21 +188,8 @@ def readable(tensors: Tensors) -> Tensors:
 
 
 def given_by(
-    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, **outputs: Tensor
+    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, *outputs: Tensor | None
 ) -> Given:
-    """Addresses of what a call gives."""
-    codes, bias, centre = stored or (None, None, None)
-    return Given(
-        address(tensors.query),
-        address(tensors.key),
-        address(tensors.value),
-        address(tensors.sink_key),
-        address(tensors.sink_value),
-        address(tensors.query_order),
-        address(tensors.key_order),
-        address(parents),
-        address(codes),
-        address(bias),
-        address(centre),
-        **{name: address(tensor) for name, tensor in outputs.items()},
-    )
+    """Addresses of what a call gives; `outputs` are the fields from `output` on."""
+    inputs = *tensors.tokens(), tensors.query_order, tensors.key_order, parents
+    return Given(*addresses_of(*inputs, *(stored or (None, None, None)), *outputs))

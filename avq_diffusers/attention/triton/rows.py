@@ -117,13 +117,6 @@ def load_keys(head, keys, is_key, SIZES):
 
 
 @triton.jit
-def block_offsets(stride, SIZE, SIZES):
-    """(SIZE, DP) Offsets within a block of keys fit 32 bits; the block's offset is a scalar."""
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    return tl.arange(0, SIZE)[:, None] * stride.to(tl.int32) + dims[None, :]
-
-
-@triton.jit
 def bias_of(codes, is_code):
     """-|c|^2 / 2 for codes that are keys, -inf for padding."""
     wide = codes.to(tl.float32)

@@ -14,7 +14,6 @@ from avq_diffusers.attention.triton.rows import (
     ParentPointers,
     best_of_block,
     best_of_blocks,
-    block_offsets,
     first_maximum,
     head_of_program,
     load_parents,
@@ -117,7 +116,8 @@ def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
     dims = tl.arange(0, SIZES.PADDED_DIM)
     stride = head.stride.to(tl.int64) * SIZES.ALIGN
     key_ptr = head.key + chunk.first * stride
-    offsets = block_offsets(stride, BLOCKS.KEYS, SIZES)
+    # (KEYS, DP) Offsets within a block fit 32 bits; the block's offset is a scalar.
+    offsets = rows[:, None] * stride.to(tl.int32) + dims[None, :]
     if SIZES.MEANS:
         origin = origin_of(head, SIZES)
     for block in tl.range(0, chunk.length, BLOCKS.KEYS):

@@ -24,7 +24,7 @@ from avq_diffusers.attention.triton.launch import (
     Launch,
     Memory,
     Plan,
-    address,
+    addresses_of,
     aligned,
     capability_of,
     kernel_layout,
@@ -36,7 +36,6 @@ from avq_diffusers.attention.triton.rows import (
     ParentPointers,
     best_of_block,
     best_of_blocks,
-    block_offsets,
     first_maximum,
     head_of_program,
     load_parents,
@@ -59,7 +58,8 @@ def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor
         has_parents = parents is not None
         gpu = key.device, capability_of(key.device)
         plan = _plan(*gpu, key.dtype, Layout.of(key), order_dtype, has_parents, spec)
-        given = Given(key=address(key), key_order=address(key_order), parents=address(parents))
+        key_at, order_at, parents_at = addresses_of(key, key_order, parents)
+        given = Given(key=key_at, key_order=order_at, parents=parents_at)
         parents = plan.run(given, key.device)
     assert parents is not None
     return parents
@@ -152,7 +152,8 @@ def cell_sums_kernel(
     parents = first_row + tl.arange(0, PARENTS)
     rows = tl.arange(0, KEYS)
     dims = tl.arange(0, SIZES.PADDED_DIM)
-    offsets = block_offsets(stride, KEYS, SIZES)
+    # (KEYS, DP) Offsets within a block fit 32 bits; the block's offset is a scalar.
+    offsets = rows[:, None] * stride.to(tl.int32) + dims[None, :]
     sums = tl.zeros([PARENTS, SIZES.PADDED_DIM], tl.float32)
     counts = tl.zeros([PARENTS], tl.int32)
     for block in tl.range(0, length, KEYS):
