@@ -4,7 +4,7 @@ A plan's pointers are places in a list of addresses, which a run makes anew: ten
 gives, parts of one allocation, and None.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,9 +21,8 @@ from avq_diffusers.attention.triton.launcher import (
     IS_DIRECT,
     IS_INTERPRETED,
     any_pointer,
-    compile_and_load,
     current_stream,
-    launch_compiled,
+    direct_launch,
 )
 
 # Number of problem sizes whose launches are cached.
@@ -120,8 +119,7 @@ class Launch:
     def __call__(self, addresses: Sequence[Address], stream: int) -> None:
         """Launch on a stream of the current device, by its handle."""
         if IS_DIRECT:
-            arguments = (*[find(addresses) for find in self._addresses], *self._values)
-            launch_compiled(self.compiled, self.grid, stream, arguments)
+            self.direct(stream, (*[find(addresses) for find in self._addresses], *self._values))
             return
         filled = {
             name: each(lambda x: addresses[x.place] if isinstance(x, Pointer) else x, value)
@@ -131,11 +129,11 @@ class Launch:
         self.kernel[self.grid](**filled, **constants, **self.options)
 
     @cached_property
-    def compiled(self) -> Any:
-        """The kernel, compiled for the current device and loaded."""
+    def direct(self) -> Callable[[int, Iterable[Any]], None]:
+        """The launch on the current device; the first compiles and loads the kernel."""
         kinds = {name: each(_representative, x) for name, x in self.arguments.items()}
-        arguments = kinds | self.compiled_constants()
-        return compile_and_load(self.kernel, arguments, grid=self.grid, **self.options)
+        arguments = kinds | self.compiled_constants() | self.options
+        return direct_launch(self.kernel, self.grid, arguments)
 
     def compiled_constants(self) -> dict[str, Any]:
         """The constants in the compiler's form: members of a tuple must be marked as constexpr."""
@@ -210,7 +208,7 @@ class Plan:
 
         def compile_one(launch: Launch) -> None:
             with torch.cuda.device(device):
-                _ = launch.compiled
+                _ = launch.direct
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(compile_one, self.launches))

@@ -6,7 +6,7 @@ and 3.7.1. If that function of another version uses other names, or if kernels a
 `IS_DIRECT` is False, and they are launched the public way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import Any
 
@@ -27,28 +27,28 @@ _LOADING = Lock()
 any_pointer = MockTensor
 
 
-def compile_and_load(
-    kernel: triton.JITFunction, arguments: Mapping[str, Any], **options: Any
-) -> Any:
-    """The kernel for arguments like these, on the current device."""
-    compiled = kernel.warmup(**arguments, **options)
-    with _LOADING:
-        _ = compiled.run
-    return compiled
-
-
 def current_stream(device_index: int) -> int:
     """Handle of the current stream."""
     return driver.active.get_current_stream(device_index)
 
 
-def launch_compiled(
-    compiled: Any, grid: tuple[int, int, int], stream: int, arguments: tuple[Any, ...]
-) -> None:
-    """Launch on a stream of the current device; pointers are integers."""
-    enter = leave = metadata = None
-    if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
-        enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-        metadata = compiled.launch_metadata(grid, stream, *arguments)
-    about = compiled.function, compiled.packed_metadata, metadata
-    compiled.run(*grid, stream, *about, enter, leave, *arguments)
+def direct_launch(
+    kernel: triton.JITFunction, grid: tuple[int, int, int], arguments: Mapping[str, Any]
+) -> Callable[[int, Iterable[Any]], None]:
+    """The launch of a kernel, compiled for arguments like these and loaded on the current device.
+
+    It takes a stream of that device, and arguments with integers for pointers.
+    """
+    compiled = kernel.warmup(**arguments, grid=grid)
+    with _LOADING:
+        run = compiled.run
+    about = compiled.function, compiled.packed_metadata
+
+    def launch(stream: int, arguments: Iterable[Any]) -> None:
+        enter = leave = metadata = None
+        if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
+            enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+            metadata = compiled.launch_metadata(grid, stream, *arguments)
+        run(*grid, stream, *about, metadata, enter, leave, *arguments)
+
+    return launch
