@@ -11,6 +11,7 @@ from functools import cache
 from random import Random
 from threading import Event
 from time import sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,16 @@ from triton import knobs
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import limits, reference
 from avq_diffusers.attention.spec import Spec, Tensors
-from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning, updates
+from avq_diffusers.attention.triton import (
+    attention,
+    call,
+    gradients,
+    launch,
+    launcher,
+    precompute,
+    tuning,
+    updates,
+)
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.attention.triton.tuning import AttentionTiling
 from avq_diffusers.codebook.assignment import centre_of
@@ -87,6 +97,30 @@ def use(monkeypatch):
     yield use
     for plan in plans:
         plan.cache_clear()
+
+
+def test_a_direct_launch_is_the_one_at_the_end_of_triton_s_own():
+    """Catches arguments in another order, and hooks that are called without anyone there."""
+    calls = []
+    compiled = SimpleNamespace(
+        run=lambda *args: calls.append(args),
+        function="function",
+        packed_metadata="packed",
+        launch_metadata=lambda *args: ("metadata", *args),
+    )
+    kernel = SimpleNamespace(warmup=lambda **arguments: compiled)
+    run = launcher.direct_launch(kernel, (2, 3, 4), {})
+    run(7, (8, (9, 10)))
+    enter = knobs.runtime.launch_enter_hook
+    enter.add(print)
+    try:
+        run(7, (8,))
+    finally:
+        enter.remove(print)
+    handles = 2, 3, 4, 7, "function", "packed"
+    metadata = "metadata", (2, 3, 4), 7, 8
+    assert calls[0] == (*handles, None, None, None, 8, (9, 10))
+    assert calls[1] == (*handles, metadata, enter, knobs.runtime.launch_exit_hook, 8)
 
 
 @pytest.mark.parametrize(
@@ -492,6 +526,12 @@ class TestGpu:
             assert torch.equal(other, first)
             assert torch.equal(captured, first)
         assert all(map(torch.equal, results(found), grads))
+
+    def test_the_public_way_to_launch_serves_an_unknown_triton(self, monkeypatch, use):
+        monkeypatch.setattr(launch, "IS_DIRECT", False)
+        monkeypatch.setattr(launch, "direct_launch", None)  # catches its use
+        use()
+        check(drawn(exact_keys=9, num_sinks=5))
 
     def test_the_host_never_waits(self):
         found = self.level(0, 1024)
