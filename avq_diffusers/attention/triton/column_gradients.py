@@ -20,9 +20,7 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.attention import (
-    load_dims,
     output_rows,
-    query_rows,
     store_dims,
     tables_of_tile,
     tile_of_program,
@@ -85,6 +83,17 @@ class Columns(NamedTuple):
     pointer: tl.tensor
     place: tl.tensor  # relative to the pointer
     valid: tl.tensor
+
+
+@triton.jit
+def _load_rows(pointer, strides, place, STRIDE, SIZES):
+    """Rows (BLOCK_N, DP) of a tile's queries, padded with zeros."""
+    start = place.batch * strides.batch + place.head.to(tl.int64) * strides.head
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    # One pointer for all rows: more of them, as in `query_rows`, spill.
+    offsets = place.token[:, None] * STRIDE + dims[None, :]
+    mask = place.valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
+    return tl.load(pointer + tl.multiple_of(start, 8) + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -227,10 +236,8 @@ def column_gradients_kernel(
     gradients = _gradients_of_tile(gradients, exact, sinks, place, SIZES)
 
     # (BLOCK_N, DP)
-    rows = query_rows(query_ptr, query_strides, place, QUERY_STRIDE)
-    query = load_dims(rows, 0, place, HEAD_DIM, SIZES.PADDED_DIM)
-    rows = query_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE)
-    grad = load_dims(rows, 0, place, HEAD_DIM, SIZES.PADDED_DIM)
+    query = _load_rows(query_ptr, query_strides, place, QUERY_STRIDE, SIZES)
+    grad = _load_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE, SIZES)
 
     inputs = TileInputs((query,), place.valid, tables, exact, sinks)
     softmax, total, chosen = attend_tile(inputs, SIZES, BLOCKS)
