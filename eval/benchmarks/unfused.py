@@ -56,9 +56,9 @@ def flat_kernel(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The same with our kernel."""
     from avq_diffusers.attention.triton.attention import attention_launch
-    from avq_diffusers.attention.triton.launch import Plan, address
+    from avq_diffusers.attention.triton.launch import Memory, Plan, Pointer, addresses_of
     from avq_diffusers.attention.triton.precompute import precompute_launches
-    from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
+    from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
 
     scale = codebook.head_dim**-0.5
     stored = tables.pack(codebook.parents, codebook.children, scale=scale, dtype=dtype)
@@ -67,19 +67,25 @@ def flat_kernel(
     def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
         tensors = readable(Tensors.of(query, query, query, scale=scale))
         problem = Problem.of(tensors, stored, None, spec)
-        first = precompute_launches(problem)
-        second = attention_launch(problem, first.pointers)
+        place = len(Given._fields)
+        memory, given = Memory(place + 2), problem.pointers()
+        first = precompute_launches(problem, given, memory)
         # The kernel's rows: every parent, padding, then what stays with parents, unused here.
-        (_, _, rows, columns), _ = first.parts["mean_values"]
-        (_, _, num_counts), _ = first.parts["log_counts"]
-        means = F.pad(means.to(dtype), (0, columns - means.shape[3]), value=1.0)
-        means = F.pad(means, (0, 0, 0, rows - means.shape[2]))
+        rows, width = first.cells.ROWS, first.cells.VALUE_WIDTH
+        means = F.pad(means.to(dtype), (0, width - means.shape[3]), value=1.0)
+        means = F.pad(means, (0, 0, 0, rows - means.shape[2])).contiguous()
+        num_counts = rows - first.cells.PARENT_ROWS
         log_counts = F.pad(counts.log2(), (0, num_counts - counts.shape[2]), value=-math.inf)
+        log_counts = log_counts.contiguous()
+        own = {
+            "mean_values": Pointer(place, dtype),
+            "log_counts": Pointer(place + 1, torch.float32),
+        }
+        first = first._replace(tables=first.tables._replace(**own))
+        plan = Plan(memory, [attention_launch(problem, given, first, memory)])
         output = torch.empty_like(query.transpose(1, 2).contiguous())
-        given = {"mean_values": means, "log_counts": log_counts, "output": output}
-        addresses = {name: address(x.contiguous()) for name, x in given.items()}
-        plan = Plan(second.parts, [second.launch])
-        plan.run(addresses_of(tensors, stored, None) | addresses, query.device)
+        addresses = *given_by(tensors, stored, None, output), *addresses_of(means, log_counts)
+        plan.run(addresses, query.device)
         return output.transpose(1, 2)
 
     return attend

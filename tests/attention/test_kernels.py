@@ -11,6 +11,7 @@ from functools import cache
 from random import Random
 from threading import Event
 from time import sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,16 @@ from triton import knobs
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import limits, packing, reference
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning, updates
+from avq_diffusers.attention.triton import (
+    attention,
+    call,
+    gradients,
+    launch,
+    launcher,
+    precompute,
+    tuning,
+    updates,
+)
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.attention.triton.tuning import AttentionTiling
 from avq_diffusers.codebook.assignment import centre_of
@@ -69,7 +79,7 @@ def use(monkeypatch):
         if of_attention is not None:
             monkeypatch.setattr(attention, "attention_tiling", lambda problem: of_attention)
             of_gradients = gradients.gradient_tiling
-            choice = replace(of_attention, rest_columns=0)
+            choice = replace(of_attention, rest_dims=0)
             monkeypatch.setattr(
                 gradients,
                 "gradient_tiling",
@@ -90,6 +100,30 @@ def use(monkeypatch):
         plan.cache_clear()
 
 
+def test_a_direct_launch_is_the_one_at_the_end_of_triton_s_own():
+    """Catches arguments in another order, and hooks that are called without anyone there."""
+    calls = []
+    compiled = SimpleNamespace(
+        run=lambda *args: calls.append(args),
+        function="function",
+        packed_metadata="packed",
+        launch_metadata=lambda *args: ("metadata", *args),
+    )
+    kernel = SimpleNamespace(warmup=lambda **arguments: compiled)
+    run = launcher.direct_launch(kernel, (2, 3, 4), {})
+    run(7, (8, (9, 10)))
+    enter = knobs.runtime.launch_enter_hook
+    enter.add(print)
+    try:
+        run(7, (8,))
+    finally:
+        enter.remove(print)
+    handles = 2, 3, 4, 7, "function", "packed"
+    metadata = "metadata", (2, 3, 4), 7, 8
+    assert calls[0] == (*handles, None, None, None, 8, (9, 10))
+    assert calls[1] == (*handles, metadata, enter, knobs.runtime.launch_exit_hook, 8)
+
+
 @pytest.mark.parametrize(
     ("parent_block", "running_max", "refined"),
     [(16, False, 3), (16, True, 0), (64, False, 0), (64, True, 16)],  # every pair
@@ -101,7 +135,7 @@ def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, ref
 
 @pytest.mark.parametrize(("head_dim", "refined"), [(72, 3), (88, 0)])
 def test_columns_in_two_blocks_give_the_same(head_dim, refined, use):
-    use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_columns=32))
+    use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_dims=32))
     shape = {"head_dim": head_dim, "num_parents": 20 if refined else 12, "num_sinks": 5}
     check(drawn(**shape, num_refined=refined, exact_keys=9))
 
@@ -493,6 +527,12 @@ class TestGpu:
             assert torch.equal(other, first)
             assert torch.equal(captured, first)
         assert all(map(torch.equal, results(found), grads))
+
+    def test_the_public_way_to_launch_serves_an_unknown_triton(self, monkeypatch, use):
+        monkeypatch.setattr(launch, "IS_DIRECT", False)
+        monkeypatch.setattr(launch, "direct_launch", None)  # catches its use
+        use()
+        check(drawn(exact_keys=9, num_sinks=5))
 
     def test_the_host_never_waits(self):
         found = self.level(0, 1024)

@@ -1,5 +1,7 @@
 """Kernels that go wrong, or exceed the resources of unverified GPUs."""
 
+from operator import itemgetter
+
 import pytest
 import torch
 
@@ -33,14 +35,14 @@ def attention(backend: str = "triton", **options) -> torch.Tensor:
     return avq_attention(*TOKENS, **OPTIONS | options, backend=backend)
 
 
-def spoil(monkeypatch, kernel: str, pointer: str, change) -> None:
+def spoil(monkeypatch, kernel: str, find, change) -> None:
     """Change what lies at a pointer after every launch of a kernel, as a wrong kernel would."""
     launch_it = launch.Launch.__call__
 
     def spoiled(self, addresses, stream):
         launch_it(self, addresses, stream)
         if self.kernel.__name__ == kernel:
-            change(addresses[pointer])
+            change(addresses[find(self.arguments).place])
 
     monkeypatch.setattr(launch.Launch, "__call__", spoiled)
 
@@ -77,11 +79,22 @@ def test_wrong_outputs_are_far_off(name):
     assert self_check.distance(found, expected) > self_check.LARGEST_ERROR
 
 
+OUTPUT, GRAD_VALUE = itemgetter("output_ptr"), itemgetter("grad_value_ptr")
+
+
+def table(name):
+    return lambda arguments: getattr(arguments["tables"], name)
+
+
 WRONG_KERNELS = {
-    "a number is NaN": ("attention_kernel", "output", WRONG_OUTPUTS["a number is NaN"]),
-    "mean values are missing": ("aggregate_kernel", "mean_values", fill(0, ALL, ALL, slice(4))),
-    "counts are of others": ("aggregate_kernel", "log_counts", roll),
-    "codes are of others": ("aggregate_kernel", "codes", lambda x: x.copy_(x.roll(1, -2))),
+    "a number is NaN": ("attention_kernel", OUTPUT, WRONG_OUTPUTS["a number is NaN"]),
+    "mean values are missing": (
+        "aggregate_kernel",
+        table("mean_values"),
+        fill(0, ALL, ALL, slice(4)),
+    ),
+    "counts are of others": ("aggregate_kernel", table("log_counts"), roll),
+    "codes are of others": ("aggregate_kernel", table("codes"), lambda x: x.copy_(x.roll(1, -2))),
 }
 
 
@@ -108,7 +121,7 @@ def gradients(backend: str) -> list[torch.Tensor]:
 def test_right_gradients_pass_once_and_are_those_of_the_kernels(monkeypatch):
     """Catches gradients that PyTorch's replace, and a check that compares different elements."""
     right = gradients("triton")
-    spoil(monkeypatch, "key_gradients_kernel", "grad_value", lambda x: x.mul_(1.25))
+    spoil(monkeypatch, "key_gradients_kernel", GRAD_VALUE, lambda x: x.mul_(1.25))
     torch.testing.assert_close(gradients("triton")[2], 1.25 * right[2])
 
 
@@ -126,7 +139,7 @@ def lack(tensor):
 )
 def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
     """Catches a check of the forward pass only, and one gradient that passes for all."""
-    spoil(monkeypatch, "key_gradients_kernel", "grad_value", change)
+    spoil(monkeypatch, "key_gradients_kernel", GRAD_VALUE, change)
     with pytest.warns(UserWarning, match=message):
         found = gradients("triton")
     assert all(map(torch.equal, found, gradients("torch")))

@@ -15,27 +15,23 @@ from avq_diffusers.attention.triton.pieces import (
     keys_of_cell,
     leaf_rows,
     parent_of,
+    sorted_keys,
 )
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import (
     ParentPointers,
+    Tables,
     bias_of,
     first_maximum,
+    head_of_program,
     head_start,
+    load_keys,
     load_rows,
     origin_of,
     own_parents,
     product,
 )
-
-
-class CellPointers(NamedTuple):
-    """Output of the sort."""
-
-    order: tl.tensor
-    start: tl.tensor
-    ticket: tl.tensor
-    square: tl.tensor  # (B, H, S) float32, or None if stored codewords represent their keys
+from avq_diffusers.attention.triton.sort import SortPointers
 
 
 class PiecePointers(NamedTuple):
@@ -48,14 +44,16 @@ class PiecePointers(NamedTuple):
     piece_squares: tl.tensor
 
 
-class RowPointers(NamedTuple):
-    """Tables with a row per codeword (`precompute`); None for those a call does not have."""
+class HeadOfPieces(NamedTuple):
+    """What pieces of a head read besides its keys, and what they write."""
 
-    codes: tl.tensor
-    mean_values: tl.tensor
-    log_counts: tl.tensor
-    variance: tl.tensor
-    row_weight: tl.tensor
+    value: tl.tensor
+    value_stride: tl.tensor  # of tokens, divided by ALIGN
+    square: tl.tensor
+    leaf: tl.tensor
+    centre: tl.tensor
+    pieces: PiecePointers
+    tables: Tables
 
 
 class Sums(NamedTuple):
@@ -71,67 +69,131 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _load_codes(key_ptr, source, order_ptr, parent, cell, stride, num_keys, SIZES, CELLS):
-    """(L, DP) codes of the parent and its children, and (L) biases."""
+def _load_codes(head, parent, cell, SIZES, CELLS):
+    """(L, DP) codes of the parent and its children, and (L) biases; nothing without children."""
+    codes = ()
+    bias = ()
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
-    if source.stored_codes is None:
-        # The parent, then keys of the cell, evenly spaced in index order.
-        rank = tl.maximum(leaves - 1, 0).to(tl.int64) * cell.total // CELLS.NUM_CHILDREN
-        rank = tl.minimum(rank.to(tl.int32), tl.maximum(cell.total - 1, 0))
-        is_code = (leaves <= CELLS.NUM_CHILDREN) & (cell.total > 0)
-        keys = keys_of_cell(order_ptr, rank, is_code, cell, CELLS)
-        codes = load_rows(key_ptr, keys, stride, SIZES.ALIGN, is_code & (leaves > 0), SIZES)
-        parents = parent + tl.zeros_like(leaves)
-        is_parent = is_code & (leaves == 0)
-        own = own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES)
-        codes = tl.where((leaves == 0)[:, None], own, codes)
-        bias = bias_of(codes, is_code)
-    else:
+    if CELLS.NUM_CHILDREN > 0 and SIZES.STORED:
         rows = tl.where(
             leaves == 0, parent, CELLS.PARENT_ROWS + parent * CELLS.CHILD_ROWS + leaves - 1
         )
         is_code = leaves <= tl.where(parent < CELLS.NUM_PARENTS, CELLS.NUM_CHILDREN, 0)
-        columns = tl.arange(0, SIZES.PADDED_DIM)
-        pointers = source.stored_codes + rows[:, None] * SIZES.PADDED_DIM + columns[None, :]
+        dims = tl.arange(0, SIZES.PADDED_DIM)
+        pointers = head.source.stored_codes + rows[:, None] * SIZES.PADDED_DIM + dims[None, :]
         codes = tl.load(pointers, mask=is_code[:, None], other=0.0)
-        bias = tl.load(source.bias + rows, mask=is_code, other=float("-inf"))
+        bias = tl.load(head.source.bias + rows, mask=is_code, other=float("-inf"))
+    elif CELLS.NUM_CHILDREN > 0:
+        # The parent, then keys of the cell, evenly spaced in index order.
+        rank = tl.maximum(leaves - 1, 0).to(tl.int64) * cell.total // CELLS.NUM_CHILDREN
+        rank = tl.minimum(rank.to(tl.int32), tl.maximum(cell.total - 1, 0))
+        is_code = (leaves <= CELLS.NUM_CHILDREN) & (cell.total > 0)
+        keys = keys_of_cell(rank, is_code, cell)
+        codes = load_keys(head, keys, is_code & (leaves > 0), SIZES)
+        parents = parent + tl.zeros_like(leaves)
+        own = own_parents(head, parents, is_code & (leaves == 0), SIZES)
+        codes = tl.where((leaves == 0)[:, None], own, codes)
+        bias = bias_of(codes, is_code)
     return codes, bias
 
 
 @triton.jit
-def _sum_squares(square_ptr, order_ptr, start, stop, cell, CELLS: tl.constexpr):
+def _sum_squares(square_ptr, start, stop, cell):
     """Sum of the squared distances of a cell's keys, ranks `start` to `stop`."""
     BLOCK: tl.constexpr = 256
     squares = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(start, stop, BLOCK):
         rank = first + tl.arange(0, BLOCK)
-        keys = keys_of_cell(order_ptr, rank, rank < stop, cell, CELLS)
+        keys = keys_of_cell(rank, rank < stop, cell)
         squares += tl.load(square_ptr + keys, mask=rank < stop, other=0.0)
     return tl.sum(squares, axis=0)
 
 
 @triton.jit
-def _add_pieces(pieces, sums, parent, first_extra, num_parts, offsets, MEANS: tl.constexpr):
-    """The sums over all pieces of a parent, in order."""
-    LEAF_ROWS: tl.constexpr = offsets.shape[0]
-    ROW: tl.constexpr = (2 if MEANS else 1) * LEAF_ROWS * offsets.shape[1]
-    KEYS: tl.constexpr = LEAF_ROWS * offsets.shape[1]
+def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
+    """The `Sums` of a cell's keys, ranks `start` to `stop`, by their leaf, which is stored."""
+    LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     leaves = tl.arange(0, LEAF_ROWS)
-    values = tl.load(pieces.piece_sums + parent * ROW + offsets)
+    value_sums = tl.zeros([LEAF_ROWS, SIZES.PADDED_DIM], tl.float32)
+    key_sums = value_sums
+    chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
+    squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
+    for block in tl.range(start, stop, KEYS):
+        # (KEYS)
+        rank = block + tl.arange(0, KEYS)
+        is_key = rank < stop
+        keys = keys_of_cell(rank, is_key, cell)
+
+        # (KEYS, DP)
+        value = load_rows(at.value, keys, at.value_stride, SIZES.ALIGN, is_key, SIZES)
+        if CELLS.NUM_CHILDREN > 0 or SIZES.MEANS:
+            key = load_keys(head, keys, is_key, SIZES)
+
+        # (L, KEYS)
+        if CELLS.NUM_CHILDREN > 0:
+            scores = product(key, codes.T) + bias[None, :]
+            _, leaf = first_maximum(scores, leaves[None, :], LEAF_ROWS - 1)
+            is_chosen = (leaves[:, None] == leaf[None, :]) & is_key[None, :]
+        else:
+            is_chosen = (leaves[:, None] == 0) & is_key[None, :]
+        chosen_counts += is_chosen.to(tl.int32)
+        chosen = tl.where(is_chosen, 1.0, 0.0).to(value.dtype)
+        value_sums += product(chosen, value)
+        if SIZES.MEANS:
+            key_sums += product(chosen, key)
+        if CELLS.EXACT_KEYS:
+            square = tl.load(at.square + keys, mask=is_key, other=0.0)
+            squares += tl.where(is_chosen, square[None, :], 0.0)
+        if CELLS.LEAVES:
+            leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
+            tl.store(at.leaf + cell.first + rank, leaf, mask=is_key)
+    return Sums(value_sums, key_sums, tl.sum(squares, axis=1), tl.sum(chosen_counts, axis=1))
+
+
+@triton.jit
+def _piece_at(pieces, piece, SIZES, CELLS):
+    """Pointers to the sums over a piece, in the order of `Sums`."""
+    KEYS: tl.constexpr = CELLS.LEAF_ROWS * SIZES.PADDED_DIM
+    ROW: tl.constexpr = (2 if SIZES.MEANS else 1) * KEYS
+    leaves = tl.arange(0, CELLS.LEAF_ROWS)
+    numbers = leaves[:, None] * SIZES.PADDED_DIM + tl.arange(0, SIZES.PADDED_DIM)[None, :]
+    values_ptr = pieces.piece_sums + piece * ROW + numbers
+    squares_ptr = pieces.piece_counts
+    if SIZES.MEANS:
+        squares_ptr = pieces.piece_squares + piece * CELLS.LEAF_ROWS + leaves
+    counts_ptr = pieces.piece_counts + piece * CELLS.LEAF_ROWS + leaves
+    return Sums(values_ptr, values_ptr + KEYS, squares_ptr, counts_ptr)
+
+
+@triton.jit
+def _store_piece(pieces, piece, sums, SIZES, CELLS):
+    """Store the sums over a piece."""
+    at = _piece_at(pieces, piece, SIZES, CELLS)
+    tl.store(at.of_values, sums.of_values)
+    tl.store(at.counts, sums.counts)
+    if SIZES.MEANS:
+        tl.store(at.of_keys, sums.of_keys)
+        tl.store(at.of_squares, sums.of_squares)
+
+
+@triton.jit
+def _add_pieces(pieces, sums, parent, first_extra, num_parts, SIZES, CELLS):
+    """The sums over all pieces of a parent, in order."""
+    at = _piece_at(pieces, parent, SIZES, CELLS)
+    values = tl.load(at.of_values)
+    counts = tl.load(at.counts)
     keys = sums.of_keys
     squares = sums.of_squares
-    if MEANS:
-        keys = tl.load(pieces.piece_sums + KEYS + parent * ROW + offsets)
-    counts = tl.load(pieces.piece_counts + parent * LEAF_ROWS + leaves)
-    if MEANS:
-        squares = tl.load(pieces.piece_squares + parent * LEAF_ROWS + leaves)
+    if SIZES.MEANS:
+        keys = tl.load(at.of_keys)
+        squares = tl.load(at.of_squares)
     for other in tl.range(first_extra, first_extra + num_parts - 1):
-        values += tl.load(pieces.piece_sums + (other * ROW + offsets))
-        if MEANS:
-            keys += tl.load(pieces.piece_sums + KEYS + (other * ROW + offsets))
-        counts += tl.load(pieces.piece_counts + other * LEAF_ROWS + leaves)
-        if MEANS:
-            squares += tl.load(pieces.piece_squares + other * LEAF_ROWS + leaves)
+        at = _piece_at(pieces, other, SIZES, CELLS)
+        values += tl.load(at.of_values)
+        counts += tl.load(at.counts)
+        if SIZES.MEANS:
+            keys += tl.load(at.of_keys)
+            squares += tl.load(at.of_squares)
     return Sums(values, keys, squares, counts)
 
 
@@ -142,82 +204,60 @@ def _log2(count):
 
 
 @triton.jit
-def _store_values(row_ptr, means, share, is_row, SIZES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write rows of DV columns: a mean value in the first D, the share of keys in the others."""
-    columns = tl.arange(0, SIZES.PADDED_DIM)
-    rows = tl.where((columns < SIZES.HEAD_DIM)[None, :], means, share[:, None])
+def _store_values(tables, rows, means, share, is_row, SIZES, CELLS):
+    """Write rows of DV numbers: a mean value in the first D, the share of keys in the others."""
+    WIDTH: tl.constexpr = CELLS.VALUE_WIDTH
+    row_ptr = tables.mean_values + rows * WIDTH
     dtype = row_ptr.dtype.element_ty
-    mask = is_row[:, None] & (columns < COLUMNS)[None, :]
-    tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=mask)
-    if COLUMNS > SIZES.PADDED_DIM:
-        columns = SIZES.PADDED_DIM + tl.arange(0, COLUMNS - SIZES.PADDED_DIM)
-        rows = tl.broadcast_to(share[:, None], [share.shape[0], COLUMNS - SIZES.PADDED_DIM])
-        tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=is_row[:, None])
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    numbers = tl.where((dims < SIZES.HEAD_DIM)[None, :], means, share[:, None])
+    mask = is_row[:, None] & (dims < WIDTH)[None, :]
+    tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=mask)
+    if WIDTH > SIZES.PADDED_DIM:
+        dims = SIZES.PADDED_DIM + tl.arange(0, WIDTH - SIZES.PADDED_DIM)
+        numbers = tl.broadcast_to(share[:, None], [share.shape[0], WIDTH - SIZES.PADDED_DIM])
+        tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=is_row[:, None])
 
 
 @triton.jit
-def _store_mean_keys(
-    tables, centre, origin, rows, sums, squares, counts, is_row, SIZES: tl.constexpr, FACTOR
-):
-    """Write mean keys around the centre, times the logits' factor; 0 without keys.
-
-    origin: arguments of `origin_of`, which squared distances are measured from.
+def _store_mean_keys(head, at, rows, sums, squares, counts, is_row, SIZES, CELLS):
+    """Write mean keys around the centre, times the logits' factor, 0 without keys; and weights.
 
     Returns the variance of each row: the mean squared distance of its keys from their mean.
     """
+    dims = tl.arange(0, SIZES.PADDED_DIM)
     inverse = 1.0 / tl.maximum(counts, 1)
     means = sums * inverse[:, None]
-    codes = tl.where((counts > 0)[:, None], (means - centre[None, :]) * FACTOR, 0.0)
-    columns = tl.arange(0, SIZES.PADDED_DIM)
-    pointers = tables.codes + rows[:, None] * SIZES.PADDED_DIM + columns[None, :]
-    tl.store(pointers, codes.to(tables.codes.dtype.element_ty), mask=is_row[:, None])
-    key_ptr, num_keys, stride = origin
-    offsets = means - origin_of(key_ptr, num_keys, stride, SIZES)[None, :]
-    return tl.maximum(squares * inverse - tl.sum(offsets * offsets, axis=1), 0.0)
+    offsets = means - tl.load(at.centre + dims)[None, :]
+    codes = tl.where((counts > 0)[:, None], offsets * CELLS.FACTOR, 0.0)
+    pointers = at.tables.codes + rows[:, None] * SIZES.PADDED_DIM + dims[None, :]
+    tl.store(pointers, codes.to(at.tables.codes.dtype.element_ty), mask=is_row[:, None])
+    offsets = means - origin_of(head, SIZES)[None, :]
+    variance = tl.maximum(squares * inverse - tl.sum(offsets * offsets, axis=1), 0.0)
+    if CELLS.EXACT_KEYS:
+        weight = variance * variance / tl.maximum(counts, 1)
+        tl.store(at.tables.row_weight + rows, weight, mask=is_row)
+    return variance
 
 
 @triton.jit
-def _store_rows(
-    tables,
-    centre,
-    origin,
-    sums,
-    parent,
-    SIZES: tl.constexpr,
-    CELLS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
+def _store_rows(head, at, sums, parent, SIZES, CELLS):
     """Write one parent's rows: for all its keys, for the keys that stay, and for its children."""
-    MEANS: tl.constexpr = tables.codes is not None
+    tables, counts = at.tables, sums.counts
     leaves = tl.arange(0, CELLS.LEAF_ROWS)
-    counts = sums.counts
     count = tl.sum(counts, axis=0)
     # (L) Divisor of a leaf's values; for the keys that stay, the count of all the parent's keys.
     over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
     share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
-    if MEANS:
+    if SIZES.MEANS:
         over = tl.maximum(counts, 1)
         share = tl.full([CELLS.LEAF_ROWS], 1.0, tl.float32)
     rows, is_row = leaf_rows(parent, CELLS)
     means = sums.of_values * (1.0 / over)[:, None]
-    _store_values(tables.mean_values + rows * COLUMNS, means, share, is_row, SIZES, COLUMNS)
-    if MEANS:
-        variance = _store_mean_keys(
-            tables,
-            centre,
-            origin,
-            rows,
-            sums.of_keys,
-            sums.of_squares,
-            counts,
-            is_row,
-            SIZES,
-            FACTOR,
-        )
-        if tables.row_weight is not None:
-            weight = variance * variance / tl.maximum(counts, 1)
-            tl.store(tables.row_weight + rows, weight, mask=is_row)
+    _store_values(tables, rows, means, share, is_row, SIZES, CELLS)
+    if SIZES.MEANS:
+        keys, squares = sums.of_keys, sums.of_squares
+        _store_mean_keys(head, at, rows, keys, squares, counts, is_row, SIZES, CELLS)
         tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
     else:
         is_child = (leaves > 0) & is_row
@@ -227,18 +267,39 @@ def _store_rows(
     means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
     ones = tl.full([1], 1.0, tl.float32)
     row = tl.arange(0, 1) + parent
-    _store_values(tables.mean_values + row * COLUMNS, means, ones, ones > 0, SIZES, COLUMNS)
-    if MEANS:
+    _store_values(tables, row, means, ones, ones > 0, SIZES, CELLS)
+    if SIZES.MEANS:
         keys = tl.sum(sums.of_keys, axis=0)[None, :]
         counts = count + tl.zeros_like(row)
         squares = tl.sum(sums.of_squares, axis=0) + tl.zeros_like(ones)
-        variance = _store_mean_keys(
-            tables, centre, origin, row, keys, squares, counts, ones > 0, SIZES, FACTOR
-        )
+        variance = _store_mean_keys(head, at, row, keys, squares, counts, ones > 0, SIZES, CELLS)
         tl.store(tables.variance + row, variance)
-        if tables.row_weight is not None:
-            tl.store(tables.row_weight + row, variance * variance / tl.maximum(counts, 1))
     tl.store(tables.log_counts + parent, _log2(count))
+
+
+@triton.jit
+def _pieces_of_head(pieces, batch_head, num_pieces, SIZES, CELLS):
+    """The `PiecePointers` of a head."""
+    first = batch_head * num_pieces * CELLS.LEAF_ROWS
+    return PiecePointers(
+        pieces.piece_sums + first * ((2 if SIZES.MEANS else 1) * SIZES.PADDED_DIM),
+        pieces.piece_counts + first,
+        pieces.piece_squares + first if SIZES.MEANS else None,
+    )
+
+
+@triton.jit
+def _tables_of_head(tables, batch_head, SIZES, CELLS):
+    """The `Tables` of a head."""
+    CODE_ROWS: tl.constexpr = CELLS.ROWS if SIZES.MEANS else CELLS.ROWS - CELLS.PARENT_ROWS
+    row = batch_head * CELLS.ROWS
+    return Tables(
+        tables.codes + row * SIZES.PADDED_DIM if SIZES.MEANS else None,
+        tables.mean_values + row * CELLS.VALUE_WIDTH,
+        tables.log_counts + batch_head * CODE_ROWS,
+        tables.variance + batch_head * CELLS.PARENT_ROWS if SIZES.MEANS else None,
+        tables.row_weight + row if CELLS.EXACT_KEYS else None,
+    )
 
 
 @triton.jit
@@ -248,153 +309,65 @@ def aggregate_kernel(
     centre_ptr,
     leaf_ptr,
     source: ParentPointers,
-    cells: CellPointers,
+    sort: SortPointers,
     pieces: PiecePointers,
-    tables: RowPointers,
+    tables: Tables,
     key_strides: Strides,
     value_strides: Strides,
     chunks: Chunks,
     num_pieces,
     SIZES: tl.constexpr,
     CELLS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
-    FACTOR: tl.constexpr,
 ):
     """Choose leaves for one piece of one parent's keys, count the keys and sum their values.
 
-    leaf: (B, H, S) int32, each key's leaf in its cell, in the order of cells; or None.
+    leaf: (B, H, S) int32, each key's leaf in its cell, in the order of cells, if LEAVES.
     """
-    MEANS: tl.constexpr = tables.codes is not None
-    EXACT_KEYS: tl.constexpr = tables.row_weight is not None
-    PADDED_DIM: tl.constexpr = SIZES.PADDED_DIM
-    PARENT_ROWS: tl.constexpr = CELLS.PARENT_ROWS
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     PIECE: tl.constexpr = CELLS.PIECE
-    CODE_ROWS: tl.constexpr = CELLS.ROWS - PARENT_ROWS
-    head = tl.program_id(0)
-    batch = tl.program_id(1)
     piece = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
-
-    key_ptr += head_start(key_strides, batch, head, SIZES.ALIGN)
-    value_ptr += head_start(value_strides, batch, head, SIZES.ALIGN)
-    dtype = key_ptr.dtype.element_ty
-    centre_head = batch_head
-    if source.stored_codes is not None:
-        codes_ptr = source.stored_codes + head * CODE_ROWS * PADDED_DIM
-        source = ParentPointers(codes_ptr, source.bias + head * CODE_ROWS, None, None)
-        dtype = codes_ptr.dtype.element_ty
-        centre_head = head.to(tl.int64)
-    elif source.parents is not None:
-        parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
-        source = ParentPointers(None, None, parents_ptr, None)
-    order_ptr = cells.order + batch_head * chunks.num_keys
-    start_ptr = cells.start + batch_head * (PARENT_ROWS + 1) * CELLS.NUM_CHUNKS
-    ticket_ptr = cells.ticket + batch_head * PARENT_ROWS
-    square_ptr = None
-    if MEANS:
-        square_ptr = cells.square + batch_head * chunks.num_keys
-    if leaf_ptr is not None:
-        leaf_ptr += batch_head * chunks.num_keys
-    PIECE_ROWS: tl.constexpr = 2 * LEAF_ROWS if MEANS else LEAF_ROWS
-    pieces = PiecePointers(
-        pieces.piece_sums + batch_head * num_pieces * PIECE_ROWS * PADDED_DIM,
-        pieces.piece_counts + batch_head * num_pieces * LEAF_ROWS,
-        pieces.piece_squares + batch_head * num_pieces * LEAF_ROWS if MEANS else None,
+    head = head_of_program(key_ptr, source, key_strides, chunks.num_keys, SIZES)
+    first_key = head.batch_head * chunks.num_keys
+    centre_head = head.head.to(tl.int64) if SIZES.STORED else head.batch_head
+    at = HeadOfPieces(
+        value_ptr + head_start(value_strides, head.batch, head.head, SIZES.ALIGN),
+        value_strides.token,
+        sort.square + first_key if SIZES.MEANS else None,
+        leaf_ptr + first_key if CELLS.LEAVES else None,
+        centre_ptr + centre_head * SIZES.PADDED_DIM if SIZES.MEANS else None,
+        _pieces_of_head(pieces, head.batch_head, num_pieces, SIZES, CELLS),
+        _tables_of_head(tables, head.batch_head, SIZES, CELLS),
     )
-    centre = None
-    if MEANS:
-        centre = tl.load(centre_ptr + centre_head * PADDED_DIM + tl.arange(0, PADDED_DIM))
-    tables = RowPointers(
-        tables.codes + batch_head * CELLS.ROWS * PADDED_DIM if MEANS else None,
-        tables.mean_values + batch_head * CELLS.ROWS * VALUE_COLUMNS,
-        tables.log_counts + batch_head * (CELLS.ROWS if MEANS else CODE_ROWS),
-        tables.variance + batch_head * PARENT_ROWS if MEANS else None,
-        tables.row_weight + batch_head * CELLS.ROWS if EXACT_KEYS else None,
-    )
+    sorted_of_head = sorted_keys(sort, head.batch_head, chunks, CELLS)
 
-    parent, part = parent_of(piece, start_ptr, chunks.number, CELLS)
-    if parent >= PARENT_ROWS:
+    parent, part = parent_of(piece, sorted_of_head, CELLS)
+    if parent >= CELLS.PARENT_ROWS:
         return
-    cell = cell_of(parent, start_ptr, chunks, CELLS)
-    if CELLS.NUM_CHILDREN > 0:
-        codes, bias = _load_codes(
-            key_ptr,
-            source,
-            order_ptr,
-            parent,
-            cell,
-            key_strides.token,
-            chunks.num_keys,
-            SIZES,
-            CELLS,
-        )
+    cell = cell_of(parent, sorted_of_head, CELLS)
+    codes, bias = _load_codes(head, parent, cell, SIZES, CELLS)
 
+    start = part * PIECE
+    stop = tl.minimum(start + PIECE, cell.total)
+    sums = _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS)
     leaves = tl.arange(0, LEAF_ROWS)
-    stop = tl.minimum((part + 1) * PIECE, cell.total)
-    value_sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
-    key_sums = value_sums
-    chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
-    leaf_squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
-    for tile in tl.range(part * PIECE, stop, KEYS):
-        # (KEYS)
-        rank = tile + tl.arange(0, KEYS)
-        is_key = rank < stop
-        keys = keys_of_cell(order_ptr, rank, is_key, cell, CELLS)
-
-        # (KEYS, DP)
-        value = load_rows(value_ptr, keys, value_strides.token, SIZES.ALIGN, is_key, SIZES)
-        value = value.to(dtype)
-        if CELLS.NUM_CHILDREN > 0 or MEANS:
-            key = load_rows(key_ptr, keys, key_strides.token, SIZES.ALIGN, is_key, SIZES)
-            key = key.to(dtype)
-
-        # (L, KEYS)
-        if CELLS.NUM_CHILDREN > 0:
-            scores = product(key, codes.T) + bias[None, :]
-            _, leaf = first_maximum(scores, leaves[None, :], LEAF_ROWS - 1)
-            is_chosen = (leaves[:, None] == leaf[None, :]) & is_key[None, :]
-        else:
-            is_chosen = (leaves[:, None] == 0) & is_key[None, :]
-        chosen_counts += is_chosen.to(tl.int32)
-        chosen = tl.where(is_chosen, 1.0, 0.0).to(dtype)
-        value_sums += product(chosen, value)
-        if MEANS:
-            key_sums += product(chosen, key)
-            if EXACT_KEYS:
-                square = tl.load(square_ptr + keys, mask=is_key, other=0.0)
-                leaf_squares += tl.where(is_chosen, square[None, :], 0.0)
-            if leaf_ptr is not None:
-                leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
-                tl.store(leaf_ptr + cell.first + rank, leaf, mask=is_key)
-    counts = tl.sum(chosen_counts, axis=1)
-    squares = tl.sum(leaf_squares, axis=1)
-    if EXACT_KEYS:
-        tl.store(pieces.piece_counts + piece * LEAF_ROWS + leaves, counts)
-    elif MEANS:
+    if CELLS.EXACT_KEYS:
+        tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + leaves, sums.counts)
+    elif SIZES.MEANS:
         # A separate loop: the one above has no registers to spare.
-        of_cell = _sum_squares(square_ptr, order_ptr, part * PIECE, stop, cell, CELLS)
+        of_cell = _sum_squares(at.square, start, stop, cell)
         squares = tl.where(leaves == 0, of_cell, 0.0)
-    sums = Sums(value_sums, key_sums, squares, counts)
+        sums = Sums(sums.of_values, sums.of_keys, squares, sums.counts)
 
-    origin = key_ptr, chunks.num_keys, key_strides.token
     if cell.total <= PIECE:
-        _store_rows(tables, centre, origin, sums, parent, SIZES, CELLS, VALUE_COLUMNS, FACTOR)
+        _store_rows(head, at, sums, parent, SIZES, CELLS)
     else:
-        ROW: tl.constexpr = PIECE_ROWS * PADDED_DIM
-        offsets = leaves[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
-        tl.store(pieces.piece_sums + piece * ROW + offsets, value_sums)
-        if MEANS:
-            piece_keys_ptr = pieces.piece_sums + LEAF_ROWS * PADDED_DIM
-            tl.store(piece_keys_ptr + piece * ROW + offsets, key_sums)
-        tl.store(pieces.piece_counts + piece * LEAF_ROWS + leaves, counts)
-        if MEANS:
-            tl.store(pieces.piece_squares + piece * LEAF_ROWS + leaves, squares)
+        _store_piece(at.pieces, piece, sums, SIZES, CELLS)
         # All threads must have stored before one of them signals it.
         tl.debug_barrier()
         num_parts = tl.cdiv(cell.total, PIECE)
+        ticket_ptr = sort.ticket + head.batch_head * CELLS.PARENT_ROWS
         if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:
-            first_extra = first_extra_piece(parent, start_ptr, chunks.number, CELLS)
-            sums = _add_pieces(pieces, sums, parent, first_extra, num_parts, offsets, MEANS)
-            _store_rows(tables, centre, origin, sums, parent, SIZES, CELLS, VALUE_COLUMNS, FACTOR)
+            first_extra = first_extra_piece(parent, sorted_of_head, CELLS)
+            sums = _add_pieces(at.pieces, sums, parent, first_extra, num_parts, SIZES, CELLS)
+            _store_rows(head, at, sums, parent, SIZES, CELLS)

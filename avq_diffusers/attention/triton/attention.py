@@ -22,30 +22,29 @@ to powers of two, D is DP, M0 is MP (at least 16) and C is CP (0 without childre
 Rows of `mean_values`: MP parents with all their keys, MP parents with the keys that stay, then CP
 children for each of the M0 parents. With mean keys, `codes` and `log_counts` of each batch element
 have the same rows. Stored codewords need no rows for the keys that stay: a refined parent is
-weighted by all its keys, and columns of `mean_values` from D on hold the share that stays.
+weighted by all its keys, and numbers of `mean_values` from D on hold the share that stays.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.codewords import padded, padded_sizes, value_columns
+from avq_diffusers.attention.triton.codewords import padded, value_width
 from avq_diffusers.attention.triton.exact import (
-    ColumnPointers,
+    TilePointers,
     TokenLayout,
-    TokenPointers,
     exact_of_tile,
-    tokens_of_head,
+    sinks_of_tile,
 )
-from avq_diffusers.attention.triton.launch import Launch, Part, Pointer, group
-from avq_diffusers.attention.triton.leaf_order import LeafPointers
-from avq_diffusers.attention.triton.problem import Problem, Strides, strides_of
-from avq_diffusers.attention.triton.softmax import Tables, TileBlocks, TileSizes
-from avq_diffusers.attention.triton.tile import attend_tile
+from avq_diffusers.attention.triton.launch import Launch, Memory
+from avq_diffusers.attention.triton.precompute import Precompute
+from avq_diffusers.attention.triton.problem import Given, Layout, Problem, Strides, alignment_of
+from avq_diffusers.attention.triton.rows import Tables
+from avq_diffusers.attention.triton.softmax import TileBlocks, TileSizes
+from avq_diffusers.attention.triton.tile import TileInputs, attend_tile
 from avq_diffusers.attention.triton.tuning import (
     COLUMN_BLOCK,
     AttentionTiling,
@@ -68,7 +67,7 @@ class TileOfQueries(NamedTuple):
 
 
 @triton.jit
-def tile_of_program(query_order_ptr, num_queries, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+def tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS):
     """The `TileOfQueries` of this program."""
     num_tiles = tl.num_programs(0) // SIZES.HEADS
     # Heads first: the rows of neighbouring heads share cache lines.
@@ -80,44 +79,42 @@ def tile_of_program(query_order_ptr, num_queries, SIZES: tl.constexpr, BLOCKS: t
     row = tl.arange(0, BLOCKS.N)
     token = tile * SIZES.QUERY_TILE + row
     valid = (row < SIZES.QUERY_TILE) & (token < num_queries)
-    if query_order_ptr is not None:
+    if SIZES.ORDERED:
         token = tl.load(query_order_ptr + token, mask=valid, other=0).to(tl.int32)
     return TileOfQueries(batch, head, batch_head, batch_head * num_tiles + tile, token, valid)
 
 
 @triton.jit
-def tables_of_tile(tables, tile, SIZES: tl.constexpr):
+def tables_of_tile(tables, tile, SIZES):
     """The head's tables and the tile's refined parents."""
-    variance = tables.log_counts  # unused if stored codewords represent keys
-    if SIZES.MEANS:
-        variance = tables.variance + tile.batch_head * SIZES.PARENT_ROWS
     code_head = tile.batch_head if SIZES.MEANS else tile.head
     return Tables(
         tables.codes + code_head * (SIZES.CODE_ROWS * SIZES.PADDED_DIM),
-        tables.mean_values + tile.batch_head * (SIZES.ROWS * SIZES.VALUE_COLUMNS),
+        tables.mean_values + tile.batch_head * (SIZES.ROWS * SIZES.VALUE_WIDTH),
         tables.log_counts + tile.batch_head * SIZES.CODE_ROWS,
-        variance,
+        tables.variance + tile.batch_head * SIZES.PARENT_ROWS if SIZES.MEANS else None,
+        tables.row_weight + tile.batch_head * SIZES.ROWS if SIZES.EXACT_KEYS else None,
         tables.refined + tile.number * SIZES.NUM_REFINED,
     )
 
 
 @triton.jit
-def query_rows(pointer, strides, tile, STRIDE_TOKEN: tl.constexpr):
+def query_rows(pointer, strides, tile, STRIDE_TOKEN):
     """(BLOCK_N, 1) row pointers of the queries, or of the gradients of their outputs."""
     start = tile.batch * strides.batch + tile.head.to(tl.int64) * strides.head
     return pointer + tl.multiple_of(start, 8) + tile.token[:, None] * STRIDE_TOKEN
 
 
 @triton.jit
-def load_columns(row_pointers, first, tile, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Load columns of the query rows from `first` on, padded with zeros."""
-    column = first + tl.arange(0, WIDTH)
-    is_number = tile.valid[:, None] & (column < HEAD_DIM)[None, :]
-    return tl.load(row_pointers + column[None, :], mask=is_number, other=0.0)
+def load_dims(row_pointers, first, tile, HEAD_DIM, WIDTH):
+    """Load dims of the query rows from `first` on, padded with zeros."""
+    dims = first + tl.arange(0, WIDTH)
+    mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(row_pointers + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def output_rows(pointer, tile, num_queries, SIZES: tl.constexpr):
+def output_rows(pointer, tile, num_queries, SIZES):
     """(BLOCK_N, 1) row pointers of the queries in (B, N, H, D) memory."""
     TOKEN: tl.constexpr = SIZES.HEADS * SIZES.HEAD_DIM
     start = tile.batch * num_queries * TOKEN + tile.head * SIZES.HEAD_DIM
@@ -125,25 +122,20 @@ def output_rows(pointer, tile, num_queries, SIZES: tl.constexpr):
 
 
 @triton.jit
-def store_columns(row_pointers, first, tile, block, HEAD_DIM: tl.constexpr):
-    """Store columns of the query rows from `first` on."""
-    column = first + tl.arange(0, block.shape[1])
-    is_number = tile.valid[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(row_pointers + column[None, :], block, mask=is_number)
+def store_dims(row_pointers, first, tile, block, HEAD_DIM):
+    """Store dims of the query rows from `first` on."""
+    dims = first + tl.arange(0, block.shape[1])
+    mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(row_pointers + dims[None, :], block, mask=mask)
 
 
 @triton.jit
 def attention_kernel(
     query_ptr,
     query_order_ptr,
-    centre_ptr,
-    row_weight_ptr,
     output_ptr,
     tables: Tables,
-    keys: TokenPointers,
-    sinks: TokenPointers,
-    leaves: LeafPointers,
-    columns: ColumnPointers,
+    keys: TilePointers,
     num_queries,
     exact_keys,
     query_strides: Strides,
@@ -157,112 +149,117 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     tile = tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS)
     tables = tables_of_tile(tables, tile, SIZES)
-    exact = None
-    sink_tokens = None
-    if SIZES.EXACT_KEYS:
-        tokens = tokens_of_head(keys, key_layout, centre_ptr, tile, SIZES)
-        exact = exact_of_tile(tokens, leaves, row_weight_ptr, columns, exact_keys, tile, SIZES)
-    if SIZES.SINKS:
-        sink_tokens = tokens_of_head(sinks, sink_layout, centre_ptr, tile, SIZES)
+    exact = exact_of_tile(keys, key_layout, exact_keys, tables, tile, SIZES)
+    sinks = sinks_of_tile(keys, sink_layout, tile, SIZES)
 
     # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
-    dtype = tables.codes.dtype.element_ty
     rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
-    query = (load_columns(rows, 0, tile, HEAD_DIM, SIZES.BLOCK_D).to(dtype),)
+    query = (load_dims(rows, 0, tile, HEAD_DIM, SIZES.BLOCK_D),)
     if SIZES.REST_D > 0:
-        query += (load_columns(rows, SIZES.BLOCK_D, tile, HEAD_DIM, SIZES.REST_D).to(dtype),)
+        query += (load_dims(rows, SIZES.BLOCK_D, tile, HEAD_DIM, SIZES.REST_D),)
 
-    softmax, total, _ = attend_tile(query, tile.valid, tables, exact, sink_tokens, SIZES, BLOCKS)
+    inputs = TileInputs(query, tile.valid, tables, exact, sinks)
+    softmax, total, _ = attend_tile(inputs, SIZES, BLOCKS)
 
     inverse = (1.0 / total)[:, None]
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
-    store_columns(rows, 0, tile, softmax.numerator[0] * inverse, HEAD_DIM)
+    store_dims(rows, 0, tile, softmax.numerator[0] * inverse, HEAD_DIM)
     if SIZES.REST_D > 0:
-        store_columns(rows, SIZES.BLOCK_D, tile, softmax.numerator[1] * inverse, HEAD_DIM)
+        store_dims(rows, SIZES.BLOCK_D, tile, softmax.numerator[1] * inverse, HEAD_DIM)
 
 
-class Attention(NamedTuple):
-    """The attention launch, which follows those of `precompute`."""
+class Tiles(NamedTuple):
+    """What kernels that run on query tiles have in common.
 
-    # Parts of the memory: `refined`, (B, H, tiles, P) int32, the parents that each tile refines,
-    # and with exact keys `ColumnPointers`.
-    parts: dict[str, Part]
-    pointers: dict[str, Pointer | None]  # to the memory and to everything before
-    launch: Launch
-    arguments: dict[str, Any]  # for kernels that run on query tiles
+    The memory holds `tables.refined`, (B, H, tiles, P) int32, the parents that each tile refines,
+    and with exact keys the columns in `keys`.
+    """
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    tables: Tables
+    keys: TilePointers
+    sizes: TileSizes
 
 
 def attention_launch(
-    problem: Problem,
-    pointers: Mapping[str, Pointer | None],
-    tiling: AttentionTiling | None = None,
-) -> Attention:
-    """Memory and launch for the attention of a call.
-
-    `pointers` point to the call's inputs and to the results of `precompute_launches`. Absent codes
-    mean stored ones. `tiling` defaults to `attention_tiling`.
-    """
-    tiling = tiling or attention_tiling(problem)
-    strides = problem.query.strides
-    layouts = [(problem.key, problem.value)] if problem.exact_keys else []
-    layouts += [problem.sinks] if problem.sinks else []
-    align, token_strides = strides_of(*(layout for pair in layouts for layout in pair))
-    sizes = _sizes(problem, tiling, align)
-    batch, heads, _, _ = problem.query.shape
-    tiles = (batch, heads, problem.num_tiles)
-    parts = {"refined": Part((*tiles, problem.spec.num_refined), torch.int32)}
-    if problem.exact_keys:
-        columns = (*tiles, sizes.VISIBLE)
-        parts |= dict.fromkeys(ColumnPointers._fields, Part(columns, torch.int32))
-        parts["score"] = Part(columns, torch.float32)
-    pointers = dict.fromkeys(ColumnPointers._fields) | {
-        **pointers,
-        **{name: Pointer(name, part.dtype) for name, part in parts.items()},
-        "codes": pointers["codes"] or pointers["stored_codes"],
-        "output": Pointer("output", problem.dtype),
-    }
-    blocks = min(tiling.parent_block, sizes.PARENT_ROWS), tiling.parents_per_block
-    again = again_blocks(problem, *blocks)
-    nothing = TokenLayout(0, *(0,) * 6)
-    found = iter(token_strides)
-    arguments = {f"{name}_ptr": pointer for name, pointer in pointers.items()} | {
-        "tables": group(Tables, pointers),
-        "keys": group(TokenPointers, pointers),
-        "sinks": TokenPointers(pointers["sink_key"], pointers["sink_value"]),
-        "leaves": group(LeafPointers, pointers),
-        "columns": group(ColumnPointers, pointers),
-        "num_queries": problem.query.shape[2],
-        "exact_keys": problem.exact_keys,
-        "query_strides": Strides(*strides[:3]),
-        "key_layout": nothing,
-        "sink_layout": nothing,
-        "QUERY_STRIDE": strides[2],
-        "SIZES": sizes,
-        "BLOCKS": TileBlocks(
-            padded(problem.spec.query_tile, 16), *blocks, tiling.running_max, *again
-        ),
-    }
-    if problem.exact_keys:
-        arguments["key_layout"] = TokenLayout(problem.num_keys, *next(found), *next(found))
-    if problem.sinks:
-        arguments["sink_layout"] = TokenLayout(problem.num_sinks, *next(found), *next(found))
-    launch = Launch(
+    problem: Problem, given: Given, precompute: Precompute, memory: Memory
+) -> Launch:
+    """The launch for the attention of a call, which adds to its memory. `given` are pointers."""
+    tiling = attention_tiling(problem)
+    tiles = query_tiles(problem, given, precompute, memory, tiling)
+    return Launch(
         attention_kernel,
-        (heads * problem.num_tiles, batch, 1),
-        arguments,
+        tiles.grid,
+        tiles.arguments,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
     )
-    return Attention(parts, pointers, launch, arguments)
+
+
+def query_tiles(
+    problem: Problem, given: Given, precompute: Precompute, memory: Memory, tiling: AttentionTiling
+) -> Tiles:
+    """The `Tiles` of a call, which add to its memory."""
+    batch, heads, num_queries, _ = problem.query.shape
+    query_strides = problem.query.divided(1)
+    exact = (problem.key, problem.value) if problem.exact_keys else ()
+    align = alignment_of(*exact, *(problem.sinks or ()))
+    sizes = _sizes(problem, tiling, align)
+    shape = (batch, heads, problem.num_tiles)
+    refined = memory.add((*shape, problem.spec.num_refined), torch.int32)
+    keys = TilePointers(
+        *(given.key, given.value, given.sink_key, given.sink_value, precompute.centre),
+        *precompute.leaves,
+        *(None, None, None, None),
+    )
+    if problem.exact_keys:
+        columns = (*shape, sizes.VISIBLE)
+        keys = keys._replace(
+            score=memory.add(columns, torch.float32),
+            row=memory.add(columns, torch.int32),
+            exact_row=memory.add(columns, torch.int32),
+            first=memory.add(columns, torch.int32),
+        )
+    tables = precompute.tables._replace(refined=refined)
+    blocks = min(tiling.parent_block, sizes.PARENT_ROWS), tiling.parents_per_block
+    arguments = {
+        "query_ptr": given.query,
+        "query_order_ptr": given.query_order,
+        "output_ptr": given.output,
+        "tables": tables,
+        "keys": keys,
+        "num_queries": num_queries,
+        "exact_keys": problem.exact_keys,
+        "query_strides": query_strides,
+        "key_layout": _token_layout(exact, align),
+        "sink_layout": _token_layout(problem.sinks, align),
+        "QUERY_STRIDE": query_strides.token,
+        "SIZES": sizes,
+        "BLOCKS": TileBlocks(
+            padded(problem.spec.query_tile, 16),
+            *blocks,
+            tiling.running_max,
+            *again_blocks(problem, *blocks),
+        ),
+    }
+    grid = heads * problem.num_tiles, batch, 1
+    return Tiles(grid, arguments, tables, keys, sizes)
+
+
+def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout:
+    """The layout of keys and values; zeros without any."""
+    if not layouts:
+        return TokenLayout(*(0,) * len(TokenLayout._fields))
+    key, value = layouts
+    return TokenLayout(key.shape[2], *key.divided(align), *value.divided(align))
 
 
 def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
     spec = problem.spec
     head_dim = problem.query.shape[3]
-    padded_dim, parent_rows, child_rows = padded_sizes(
-        head_dim, spec.num_parents, spec.num_children
-    )
+    padded_dim, parent_rows, child_rows = problem.padded_sizes
     rows = 2 * parent_rows + spec.num_parents * child_rows
     visible = padded(parent_rows + spec.num_refined * child_rows) if problem.exact_keys else 0
     return TileSizes(
@@ -276,19 +273,19 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         REFINED_ROWS=padded(spec.num_refined) if spec.num_refined else 0,
         ROWS=rows,
         CODE_ROWS=rows if spec.means else rows - parent_rows,
-        # Cut into 32 + 16 columns, products on an H200 read beyond shared memory with Triton 3.6
+        # Cut into 32 + 16 dims, products on an H200 read beyond shared memory with Triton 3.6
         # (triton issues 10486, 11366).
-        BLOCK_D=64 if tiling.rest_columns else padded_dim,
-        REST_D=tiling.rest_columns,
+        BLOCK_D=64 if tiling.rest_dims else padded_dim,
+        REST_D=tiling.rest_dims,
         PADDED_DIM=padded_dim,
-        VALUE_COLUMNS=value_columns(head_dim),
+        VALUE_WIDTH=value_width(head_dim),
         SELECTS=spec.refines_some,
         MEANS=spec.means,
         EXACT_KEYS=problem.exact_keys > 0,
         SINKS=problem.sinks is not None,
+        ORDERED=problem.query_order is not None,
         OWN_CENTRE=not problem.is_stored,
         VISIBLE=visible,
-        LOG2_VISIBLE=max(0, visible.bit_length() - 1),
         BLOCK_C=COLUMN_BLOCK,
         BLOCK_K=keys_per_block(problem),
         FACTOR=problem.scale * math.log2(math.e) if meets_keys(problem) else 0.0,

@@ -1,7 +1,7 @@
 """A kernel call from keys to outputs: precompute, then attention, in one allocation."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -11,9 +11,9 @@ from triton.runtime.errors import OutOfResources
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton.attention import attention_launch
 from avq_diffusers.attention.triton.codewords import StoredCodes
-from avq_diffusers.attention.triton.launch import MOST_PLANS, Address, Plan, address
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Memory, Plan
 from avq_diffusers.attention.triton.precompute import precompute_launches
-from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
+from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
 from avq_diffusers.attention.triton.tuning import MOST_REDUCED
 from avq_diffusers.config import Spec
 
@@ -41,19 +41,15 @@ def kernel_attention(
     tensors = readable(tensors)
     query = tensors.query
     output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
-    addresses = addresses_of(tensors, stored, parents)
-    addresses["output"] = address(output)
-    run_fitting(_plan, Problem.of(tensors, stored, parents, spec), addresses)
+    given = given_by(tensors, stored, parents, output)
+    run_fitting(_plan, Problem.of(tensors, stored, parents, spec), given)
     return output
 
 
 def run_fitting(
-    make_plan: Callable[[Problem], Plan], problem: Problem, addresses: Mapping[str, Address]
-) -> tuple[Plan, Tensor]:
-    """Run the plan of a problem, with smaller tilings if it exceeds the GPU's resources.
-
-    Returns:
-        The plan and its memory.
+    make_plan: Callable[[Problem], Plan], problem: Problem, given: Given
+) -> Tensor | None:
+    """The result of a problem's plan, with smaller tilings if it exceeds the GPU's resources.
 
     Raises:
         OutOfResources: even the smallest tiling exceeds them.
@@ -62,7 +58,7 @@ def run_fitting(
         reduction = reductions[problem.variant] if reductions else 0
         plan = make_plan(problem._replace(reduction=reduction) if reduction else problem)
         try:
-            return plan, plan.run(addresses, problem.device)
+            return plan.run(given, problem.device)
         except OutOfResources:
             if reduction == MOST_REDUCED:
                 raise
@@ -71,7 +67,8 @@ def run_fitting(
 
 @lru_cache(MOST_PLANS)
 def _plan(problem: Problem) -> Plan:
-    precompute = precompute_launches(problem)
-    attention = attention_launch(problem, precompute.pointers)
-    parts = precompute.parts | attention.parts
-    return Plan(parts, [*precompute.launches, attention.launch])
+    memory = Memory(len(Given._fields))
+    given = problem.pointers()
+    precompute = precompute_launches(problem, given, memory)
+    attention = attention_launch(problem, given, precompute, memory)
+    return Plan(memory, [*precompute.launches, attention])

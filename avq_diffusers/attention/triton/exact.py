@@ -23,11 +23,26 @@ from avq_diffusers.attention.triton.softmax import accumulate, load_codewords, w
 NEVER = tl.constexpr(2**31 - 1)
 
 
-class TokenPointers(NamedTuple):
-    """Keys and values that take part as themselves."""
+class TilePointers(NamedTuple):
+    """Keys that take part as themselves, where those of a leaf are, and the columns of tiles.
+
+    score, row, exact_row, first: (B, H, tiles, VISIBLE), all int32 but the score.
+    """
 
     key: tl.tensor
     value: tl.tensor
+    sink_key: tl.tensor
+    sink_value: tl.tensor
+    centre: tl.tensor
+    leaf_order: tl.tensor
+    row_start: tl.tensor
+    row_count: tl.tensor
+    score: tl.tensor  # of every column
+    row: tl.tensor  # of every column
+    exact_row: tl.tensor  # rows of the exact columns
+    # Of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
+    # are not exact.
+    first: tl.tensor
 
 
 class TokenLayout(NamedTuple):
@@ -40,20 +55,6 @@ class TokenLayout(NamedTuple):
     value_batch: tl.tensor
     value_head: tl.tensor
     value_token: tl.tensor
-
-
-class ColumnPointers(NamedTuple):
-    """The columns of a tile: (B, H, tiles, VISIBLE), all int32 but the score.
-
-    score, row: of every column.
-    """
-
-    score: tl.tensor
-    row: tl.tensor
-    exact_row: tl.tensor  # rows of the exact columns
-    # Of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
-    # are not exact.
-    first: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -76,19 +77,35 @@ class ExactKeys(NamedTuple):
     row_start: tl.tensor
     row_count: tl.tensor
     row_weight: tl.tensor
-    columns: ColumnPointers
+    score: tl.tensor
+    row: tl.tensor
+    exact_row: tl.tensor
+    first: tl.tensor
+
+
+class ChosenColumns(NamedTuple):
+    """The exact columns of a tile.
+
+    earlier: (VISIBLE) exact keys before those of each column.
+    shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
+    """
+
+    number: tl.tensor
+    num_keys: tl.tensor
+    earlier: tl.tensor
+    shift: tl.tensor
 
 
 @triton.jit
-def tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
+def _tokens_of_head(key_ptr, value_ptr, layout, centre_ptr, tile, SIZES):
     """The `Tokens` of the head of a query tile."""
     head = tile.head.to(tl.int64)
     key_start = tile.batch * layout.key_batch + head * layout.key_head
     value_start = tile.batch * layout.value_batch + head * layout.value_head
     centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head
     return Tokens(
-        tokens.key + key_start * SIZES.ALIGN,
-        tokens.value + value_start * SIZES.ALIGN,
+        key_ptr + key_start * SIZES.ALIGN,
+        value_ptr + value_start * SIZES.ALIGN,
         layout.key_token.to(tl.int64) * SIZES.ALIGN,
         layout.value_token.to(tl.int64) * SIZES.ALIGN,
         centre_ptr + centre_head * SIZES.PADDED_DIM,
@@ -97,46 +114,50 @@ def tokens_of_head(tokens, layout, centre_ptr, tile, SIZES: tl.constexpr):
 
 
 @triton.jit
-def exact_of_tile(keys, leaves, row_weight_ptr, columns, budget, tile, SIZES: tl.constexpr):
-    """The `ExactKeys` of a query tile."""
-    table = tile.batch_head * SIZES.ROWS
-    first = tile.number * SIZES.VISIBLE
-    return ExactKeys(
-        keys,
-        budget,
-        leaves.leaf_order + tile.batch_head * keys.number,
-        leaves.row_start + table,
-        leaves.row_count + table,
-        row_weight_ptr + table,
-        ColumnPointers(
-            columns.score + first,
-            columns.row + first,
-            columns.exact_row + first,
-            columns.first + first,
-        ),
-    )
+def exact_of_tile(keys, layout, budget, tables, tile, SIZES):
+    """The `ExactKeys` of a query tile, from its tables; None without exact keys."""
+    exact = None
+    if SIZES.EXACT_KEYS:
+        row = tile.batch_head * SIZES.ROWS
+        first = tile.number * SIZES.VISIBLE
+        exact = ExactKeys(
+            _tokens_of_head(keys.key, keys.value, layout, keys.centre, tile, SIZES),
+            budget,
+            keys.leaf_order + tile.batch_head * layout.number,
+            keys.row_start + row,
+            keys.row_count + row,
+            tables.row_weight,
+            keys.score + first,
+            keys.row + first,
+            keys.exact_row + first,
+            keys.first + first,
+        )
+    return exact
+
+
+@triton.jit
+def sinks_of_tile(keys, layout, tile, SIZES):
+    """The sink `Tokens` of a query tile; None without sinks."""
+    sinks = None
+    if SIZES.SINKS:
+        sinks = _tokens_of_head(keys.sink_key, keys.sink_value, layout, keys.centre, tile, SIZES)
+    return sinks
 
 
 @triton.jit
 def store_scores(attention, exact, columns, rows, valid):
     """Store scores and rows of some columns, from the sum of the attention of the queries."""
     score = attention * tl.load(exact.row_weight + rows, mask=valid, other=0.0)
-    tl.store(exact.columns.score + columns, score, mask=valid)
-    tl.store(exact.columns.row + columns, rows, mask=valid)
+    tl.store(exact.score + columns, score, mask=valid)
+    tl.store(exact.row + columns, rows, mask=valid)
 
 
 @triton.jit
-def choose_columns(query, exact, SIZES: tl.constexpr):
-    """Choose the exact columns by their stored scores.
-
-    Returns:
-        num_columns: of them.
-        total: the number of exact keys.
-        earlier: (VISIBLE) exact keys before those of each column.
-        shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
-    """
+def choose_columns(tile, SIZES):
+    """Choose the exact columns by their stored scores; return `ChosenColumns`."""
     VISIBLE: tl.constexpr = SIZES.VISIBLE
-    BITS: tl.constexpr = 63 if query[0].dtype == tl.float32 else 31
+    BITS: tl.constexpr = 63 if tile.query[0].dtype == tl.float32 else 31
+    exact = tile.exact
     # What follows reads what other threads of this program wrote.
     tl.debug_barrier()
 
@@ -144,13 +165,13 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     # Scores of half-precision inputs are not as exact as the bits that make room for the column.
     column = tl.arange(0, VISIBLE)
     is_column = column < SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
-    score = tl.load(exact.columns.score + column, mask=is_column, other=0.0)
+    score = tl.load(exact.score + column, mask=is_column, other=0.0)
     rank_key = score.to(tl.int32, bitcast=True)
-    if query[0].dtype == tl.float32:
+    if tile.query[0].dtype == tl.float32:
         rank_key = rank_key.to(tl.int64) << 32
     rank_key = rank_key & -VISIBLE | (VISIBLE - 1 - column)
     rank_key = tl.where(is_column, rank_key, -1)
-    row = tl.load(exact.columns.row + column, mask=is_column, other=0)
+    row = tl.load(exact.row + column, mask=is_column, other=0)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
 
     # Search the column that no longer fits, two bits of its rank key at a time, until no other
@@ -170,63 +191,54 @@ def choose_columns(query, exact, SIZES: tl.constexpr):
     is_exact = is_column & (fits | ((rank_key - lowest) >> shift > 0))
 
     place = tl.cumsum(is_exact.to(tl.int32), axis=0) - 1
-    tl.store(exact.columns.exact_row + place, row, mask=is_exact)
+    tl.store(exact.exact_row + place, row, mask=is_exact)
     count = tl.where(is_exact, count, 0)
     earlier = tl.cumsum(count, axis=0) - count
-    tl.store(exact.columns.first + column, tl.where(is_exact, earlier, NEVER), mask=is_column)
-    num_columns = tl.sum(is_exact.to(tl.int32), axis=0)
-    total = tl.sum(count, axis=0)
+    tl.store(exact.first + column, tl.where(is_exact, earlier, NEVER), mask=is_column)
+    number = tl.sum(is_exact.to(tl.int32), axis=0)
+    num_keys = tl.sum(count, axis=0)
     shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - earlier
     tl.debug_barrier()
-    return num_columns, total, earlier, shift
+    return ChosenColumns(number, num_keys, earlier, shift)
 
 
 @triton.jit
-def _take_away(
-    query, tables, exact, num_columns, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
-):
+def _take_away(tile, num_columns, softmax, SIZES, RUNNING):
     """Take the codewords of the exact columns out of a softmax over all that the tile sees."""
     for start in tl.range(0, num_columns, SIZES.BLOCK_C):
         rank = start + tl.arange(0, SIZES.BLOCK_C)
         valid = rank < num_columns
-        rows = tl.load(exact.columns.exact_row + rank, mask=valid, other=0)
+        rows = tl.load(tile.exact.exact_row + rank, mask=valid, other=0)
         codes, log_counts, values, shares = load_codewords(
-            tables, rows, rows, valid, SIZES, True, RUNNING
+            tile.tables, rows, rows, valid, SIZES, True, RUNNING
         )
-        weights, softmax = weigh(query, codes, log_counts, softmax, RUNNING)
+        weights, softmax = weigh(tile.query, codes, log_counts, softmax, RUNNING)
         softmax = accumulate(softmax, -weights, values, shares, SIZES)
     return softmax
 
 
 @triton.jit
-def load_tokens(
-    pointer, token, stride, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr
-):
-    """Columns from FIRST on of some tokens, (tokens, WIDTH); 1 beyond the head dim."""
-    column = FIRST + tl.arange(0, WIDTH)
-    is_number = (column < SIZES.HEAD_DIM)[None, :]
-    pointers = pointer + token.to(tl.int64)[:, None] * stride + column[None, :]
-    block = tl.load(pointers, mask=valid[:, None] & is_number, other=0.0)
-    return tl.where(is_number, block, 1.0).to(block.dtype)
+def load_tokens(pointer, token, stride, valid, FIRST, WIDTH, SIZES):
+    """Dims from FIRST on of some tokens, (tokens, WIDTH); 1 beyond the head dim."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    is_dim = (dims < SIZES.HEAD_DIM)[None, :]
+    pointers = pointer + token.to(tl.int64)[:, None] * stride + dims[None, :]
+    block = tl.load(pointers, mask=valid[:, None] & is_dim, other=0.0)
+    return tl.where(is_dim, block, 1.0).to(block.dtype)
 
 
 @triton.jit
-def load_token_codes(
-    tokens, token, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZES: tl.constexpr
-):
-    """The same columns of keys, around the centre, times the factor of the logits."""
+def load_token_codes(tokens, token, valid, FIRST, WIDTH, SIZES):
+    """The same dims of keys, around the centre, times the factor of the logits."""
     key = load_tokens(tokens.key, token, tokens.key_stride, valid, FIRST, WIDTH, SIZES)
-    column = FIRST + tl.arange(0, WIDTH)
-    is_number = column < SIZES.HEAD_DIM
-    centre = tl.load(tokens.centre + column)
+    dims = FIRST + tl.arange(0, WIDTH)
+    centre = tl.load(tokens.centre + dims)
     codes = (key.to(tl.float32) - centre[None, :]) * SIZES.FACTOR
-    return tl.where(is_number[None, :], codes, 0.0).to(key.dtype)
+    return tl.where((dims < SIZES.HEAD_DIM)[None, :], codes, 0.0).to(key.dtype)
 
 
 @triton.jit
-def _attend_tokens(
-    query, tokens, token, valid, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
-):
+def _attend_tokens(query, tokens, token, valid, softmax, SIZES, RUNNING):
     """Add some tokens to a softmax."""
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
     REST_D: tl.constexpr = SIZES.REST_D
@@ -244,40 +256,39 @@ def _attend_tokens(
 
 
 @triton.jit
-def exact_tokens(exact, chosen, first, SIZES: tl.constexpr):
+def exact_tokens(exact, chosen, first, SIZES):
     """Tokens of the exact keys from rank `first` on, and how many there are.
 
     Finding places for many ranks at once costs as much as for a few.
     """
-    _, total, earlier, shift = chosen
     CHUNK: tl.constexpr = max(SIZES.VISIBLE, SIZES.BLOCK_K)
     ranks = first + tl.arange(0, CHUNK)
-    places = place_of(ranks, earlier, shift, SIZES.VISIBLE, SIZES.LOG2_VISIBLE)
-    tokens = tl.load(exact.leaf_order + places, mask=ranks < total, other=0)
-    return tokens, tl.minimum(CHUNK, total - first)
+    places = place_of(ranks, chosen.earlier, chosen.shift)
+    tokens = tl.load(exact.leaf_order + places, mask=ranks < chosen.num_keys, other=0)
+    return tokens, tl.minimum(CHUNK, chosen.num_keys - first)
 
 
 @triton.jit
-def attend_exact(query, tables, exact, chosen, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+def attend_exact(tile, chosen, softmax, SIZES, RUNNING):
     """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
-    num_columns, total, _, _ = chosen
-    softmax = _take_away(query, tables, exact, num_columns, softmax, SIZES, RUNNING)
-    for first in tl.range(0, total, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
-        tokens, number = exact_tokens(exact, chosen, first, SIZES)
+    softmax = _take_away(tile, chosen.number, softmax, SIZES, RUNNING)
+    for first in tl.range(0, chosen.num_keys, max(SIZES.VISIBLE, SIZES.BLOCK_K)):
+        tokens, number = exact_tokens(tile.exact, chosen, first, SIZES)
         for start in tl.range(0, number, SIZES.BLOCK_K):
             rank = start + tl.arange(0, SIZES.BLOCK_K)
             token = tl.gather(tokens, rank, axis=0)
+            valid = rank < number
             softmax = _attend_tokens(
-                query, exact.keys, token, rank < number, softmax, SIZES, RUNNING
+                tile.query, tile.exact.keys, token, valid, softmax, SIZES, RUNNING
             )
     return softmax
 
 
 @triton.jit
-def attend_sinks(query, sinks, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
+def attend_sinks(tile, softmax, SIZES, RUNNING):
     """Add all sink keys."""
-    for start in tl.range(0, sinks.number, SIZES.BLOCK_K):
+    for start in tl.range(0, tile.sinks.number, SIZES.BLOCK_K):
         token = start + tl.arange(0, SIZES.BLOCK_K)
-        valid = token < sinks.number
-        softmax = _attend_tokens(query, sinks, token, valid, softmax, SIZES, RUNNING)
+        valid = token < tile.sinks.number
+        softmax = _attend_tokens(tile.query, tile.sinks, token, valid, softmax, SIZES, RUNNING)
     return softmax

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.attention.triton.attention import attention_launch
+from avq_diffusers.attention.triton.attention import query_tiles
 from avq_diffusers.attention.triton.call import run_fitting
 from avq_diffusers.attention.triton.codewords import StoredCodes, padded
 from avq_diffusers.attention.triton.column_gradients import (
@@ -26,25 +26,9 @@ from avq_diffusers.attention.triton.key_gradients import (
     key_gradients_kernel,
     leaf_gradients_kernel,
 )
-from avq_diffusers.attention.triton.launch import (
-    MOST_PLANS,
-    Launch,
-    Part,
-    Plan,
-    Pointer,
-    address,
-    group,
-    kernel_layout,
-)
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Launch, Memory, Plan, kernel_layout
 from avq_diffusers.attention.triton.precompute import precompute_launches
-from avq_diffusers.attention.triton.problem import (
-    Layout,
-    Problem,
-    Strides,
-    addresses_of,
-    readable,
-)
-from avq_diffusers.attention.triton.softmax import TileSizes
+from avq_diffusers.attention.triton.problem import Given, Layout, Problem, given_by, readable
 from avq_diffusers.attention.triton.tuning import gradient_tiling
 from avq_diffusers.config import Spec
 
@@ -72,12 +56,8 @@ def kernel_gradients(
     They are views of new (B, N, H, D) memory, dtype of the queries. Arguments as in
     `call.kernel_attention`.
     """
-    tokens = dict(zip(Tensors._fields, tensors.tokens(), strict=False))
-    grads = {
-        f"grad_{name}": x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
-        for name, x in tokens.items()
-        if x is not None
-    }
+    tokens = [x for x in tensors.tokens() if x is not None]
+    grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in tokens]
     batch, heads, num_queries, head_dim = tensors.query.shape
     columns = spec.num_visible + spec.exact_keys
     columns += 0 if tensors.sink_key is None else tensors.sink_key.shape[2]
@@ -88,83 +68,84 @@ def kernel_gradients(
         of_part = readable(tensors.part(part))
         part_parents = None if parents is None else parents[part]
         grad = kernel_layout(grad_output[part], 8)
-        problem = Problem.of(of_part, stored, part_parents, spec)
-        addresses = addresses_of(of_part, stored, part_parents)
-        addresses["grad_output"] = address(grad)
-        addresses |= {name: address(x[part]) for name, x in grads.items()}
+        outputs = None, grad, *(x[part] for x in grads[:3])
+        given = given_by(of_part, stored, part_parents, *outputs)
         make_plan = partial(_plan, grad_output=Layout.of(grad))
-        plan, memory = run_fitting(make_plan, problem, addresses)
-        if "grad_sink_key" in grads:
-            of_sinks = plan.part(memory, "sink_column").sum(dim=2)
-            grads["grad_sink_value"][part] = of_sinks[..., :head_dim]
-            grads["grad_sink_key"][part] = of_sinks[..., head_dim:] * tensors.scale
-    return list(grads.values())
+        problem = Problem.of(of_part, stored, part_parents, spec)
+        sink_column = run_fitting(make_plan, problem, given)
+        if sink_column is not None:
+            of_sinks = sink_column.sum(dim=2)
+            grads[3][part] = of_sinks[..., head_dim:] * tensors.scale
+            grads[4][part] = of_sinks[..., :head_dim]
+    return grads
 
 
 @lru_cache(MOST_PLANS)
 def _plan(problem: Problem, grad_output: Layout) -> Plan:
-    spec, dtype = problem.spec, problem.dtype
+    spec, float32 = problem.spec, torch.float32
     tiling = gradient_tiling(problem)
-    precompute = precompute_launches(problem, leaves=True)
-    attention = attention_launch(problem, precompute.pointers, tiling.choice)
-    parts = precompute.parts | attention.parts | _parts(problem, attention.arguments["SIZES"])
-    given = ("grad_output", "grad_query", "grad_key", "grad_value")
-    pointers = {
-        **dict.fromkeys((*ColumnGradients._fields, *ExactPointers._fields)),
-        **attention.pointers,
-        **{name: Pointer(name, part.dtype) for name, part in parts.items()},
-        **{name: Pointer(name, dtype) for name in given},
-    }
-    sizes, cells = attention.arguments["SIZES"], precompute.arguments["CELLS"]
-    child_rows = max(1, sizes.CHILD_ROWS)
-    arguments = {
-        **attention.arguments,
-        **{f"{name}_ptr": pointer for name, pointer in pointers.items()},
-        "gradients": group(ColumnGradients, pointers),
-        "exact": group(ExactPointers, pointers),
+    memory = Memory(len(Given._fields))
+    given = problem.pointers()
+    precompute = precompute_launches(problem, given, memory, leaves=True)
+    attention = query_tiles(problem, given, precompute, memory, tiling.choice)
+    sizes = attention.sizes
+    batch, heads, _, head_dim = problem.query.shape
+    tiles, width = (batch, heads, problem.num_tiles), 2 * head_dim
+    parents = (batch, heads, spec.num_parents)
+    num_columns = sizes.PARENT_ROWS + sizes.NUM_REFINED * sizes.CHILD_ROWS
+    columns = ColumnGradients(memory.add((*tiles, num_columns, width), float32))
+    exact = ExactPointers()
+    if problem.sinks:
+        sink_column = memory.add((*tiles, problem.num_sinks, width), float32)
+        columns = columns._replace(sink_column=sink_column)
+    if problem.exact_keys:
+        exact = ExactPointers(
+            place=precompute.place,
+            row_start=precompute.leaves.row_start,
+            first=attention.keys.first,
+            exact_slot=memory.add((*parents, problem.num_tiles), torch.int32),
+            exact_column=memory.add((*tiles, problem.exact_keys, width), float32),
+        )
+        columns = columns._replace(exact_column=exact.exact_column)
+    grad_strides = grad_output.divided(1)
+    arguments = attention.arguments | {
+        "grad_output_ptr": given.grad_output,
+        "grad_query_ptr": given.grad_query,
+        "grad_key_ptr": given.grad_key,
+        "grad_value_ptr": given.grad_value,
+        "log_counts_ptr": attention.tables.log_counts,
+        "refined_ptr": attention.tables.refined,
+        "leaf_ptr": precompute.leaf,
+        "leaf_gradients_ptr": memory.add((*parents, 1 + sizes.CHILD_ROWS, width), problem.dtype),
+        "column_ptr": columns.column,
+        "first_ptr": exact.first,
+        "exact_slot_ptr": exact.exact_slot,
+        "gradients": columns,
+        "sort": precompute.sort,
+        "exact": exact,
+        "chunks": precompute.chunks,
         "num_tiles": problem.num_tiles,
-        "grad_strides": Strides(*grad_output.strides[:3]),
-        "chunks": precompute.arguments["chunks"],
-        "CELLS": cells,
-        "GRAD_STRIDE": grad_output.strides[2],
+        "grad_strides": grad_strides,
+        "CELLS": precompute.cells,
+        "GRAD_STRIDE": grad_strides.token,
         "GRADIENT_BLOCKS": GradientBlocks(
-            min(tiling.columns, sizes.PARENT_ROWS), max(1, tiling.columns // child_rows)
+            min(tiling.columns, sizes.PARENT_ROWS),
+            max(1, tiling.columns // max(1, sizes.CHILD_ROWS)),
         ),
-        "WIDTH": padded(2 * sizes.HEAD_DIM),
+        "WIDTH": padded(width),
         "TILES": tiling.leaf_tiles,
         "KEYS": tiling.keys,
         "SCALE": problem.scale,
     }
-    options = {"num_warps": tiling.choice.num_warps, "num_stages": 1}
+    of_columns = {"num_warps": tiling.choice.num_warps, "num_stages": 1}
     of_leaves = {"num_warps": tiling.leaf_warps, "num_stages": 1}
     of_keys = {"num_warps": 1, "num_stages": 1}
-    batch, heads, _, _ = problem.query.shape
     by_parent = spec.num_parents, heads, batch
     by_piece = precompute.launches[1].grid
-    return Plan(
-        parts,
-        [
-            *precompute.launches,
-            Launch(column_gradients_kernel, attention.launch.grid, arguments, **options),
-            Launch(leaf_gradients_kernel, by_parent, arguments, **of_leaves),
-            Launch(key_gradients_kernel, by_piece, arguments, **of_keys),
-        ],
-    )
-
-
-def _parts(problem: Problem, sizes: TileSizes) -> dict[str, Part]:
-    batch, heads, _, head_dim = problem.query.shape
-    tiles = (batch, heads, problem.num_tiles)
-    width = 2 * head_dim
-    columns = sizes.PARENT_ROWS + sizes.NUM_REFINED * sizes.CHILD_ROWS
-    leaves = (batch, heads, sizes.NUM_PARENTS, 1 + sizes.CHILD_ROWS, width)
-    parts = {
-        "column": Part((*tiles, columns, width), torch.float32),
-        "leaf_gradients": Part(leaves, problem.dtype),
-    }
-    if problem.exact_keys:
-        parts["exact_column"] = Part((*tiles, problem.exact_keys, width), torch.float32)
-        parts["exact_slot"] = Part((*leaves[:3], problem.num_tiles), torch.int32)
-    if problem.sinks:
-        parts["sink_column"] = Part((*tiles, problem.num_sinks, width), torch.float32)
-    return parts
+    launches = [
+        *precompute.launches,
+        Launch(column_gradients_kernel, attention.grid, arguments, **of_columns),
+        Launch(leaf_gradients_kernel, by_parent, arguments, **of_leaves),
+        Launch(key_gradients_kernel, by_piece, arguments, **of_keys),
+    ]
+    return Plan(memory, launches, result=columns.sink_column)

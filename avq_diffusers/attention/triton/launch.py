@@ -1,36 +1,35 @@
-"""Launches with low host overhead: whatever depends on the problem size is computed once.
+"""Launches with low host overhead: whatever depends on the problem only is computed once.
 
-Arguments are matched by the kernels' parameter names: pointer `key_ptr` is the address of `key`. A
-missing name raises; an absent pointer is None.
+A plan's pointers are places in a list of addresses, which a run makes anew: tensors that the call
+gives, parts of one allocation, and None.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from operator import itemgetter
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
-from triton.runtime.jit import MockTensor
+
+from avq_diffusers.attention.triton.launcher import (
+    IS_DIRECT,
+    IS_INTERPRETED,
+    any_pointer,
+    current_stream,
+    direct_launch,
+)
 
 # Number of problem sizes whose launches are cached.
 MOST_PLANS = 512
 
-# A kernel takes an address as a pointer, or a tensor if it is interpreted.
+# A kernel takes an address as a pointer, or a tensor if it is launched the public way.
 Address = int | Tensor | None
-
-# Triton loads a binary at first use, and not safely where threads share the kernel.
-_LOADING = Lock()
-
-_RUNTIME = knobs.runtime
-_INTERPRETED = _RUNTIME.interpret
 
 
 @cache
@@ -39,31 +38,48 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+@dataclass(frozen=True)
+class Pointer:
+    """An argument whose value is an address of each run, aligned to 16 bytes."""
+
+    place: int  # among the addresses
+    dtype: torch.dtype
+
+
 class Part(NamedTuple):
-    """A tensor in the memory of a call."""
+    """A tensor in the allocation of a run."""
 
-    shape: Sequence[int]
+    start: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
-
-class Pointer(NamedTuple):
-    """An argument whose value is the address that a call passes under this name, 16-aligned."""
-
-    name: str
-    dtype: torch.dtype
+    def of(self, allocation: Tensor) -> Tensor:
+        stop = self.start + prod(self.shape) * self.dtype.itemsize
+        return allocation[self.start : stop].view(self.dtype).view(self.shape)
 
 
-Pointers = Mapping[str, Pointer | None]
+class Memory:
+    """The parts of a plan's allocation.
 
+    Args:
+        num_given: number of addresses that come first.
+    """
 
-def group(kind: type[Any], pointers: Pointers) -> Any:
-    """A NamedTuple of pointers, looked up by its field names."""
-    return kind(*(pointers[name] for name in kind._fields))
+    def __init__(self, num_given: int) -> None:
+        self.num_given = num_given
+        self.parts: list[Part] = []
+        self.size = 0
+
+    def add(self, shape: Sequence[int], dtype: torch.dtype) -> Pointer:
+        """The pointer to a new part."""
+        self.parts.append(Part(self.size, tuple(shape), dtype))
+        self.size += -(-prod(shape) * dtype.itemsize // 16) * 16
+        return Pointer(self.num_given + len(self.parts) - 1, dtype)
 
 
 def each(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to an argument, or recursively to a tuple of arguments."""
-    if isinstance(value, Pointer) or not isinstance(value, tuple):
+    if not isinstance(value, tuple):
         return function(value)
     results = map(function, value)
     return type(value)(*results) if hasattr(value, "_fields") else tuple(results)
@@ -97,49 +113,27 @@ class Launch:
         self.constants = {name: x for name, x in named.items() if name.isupper()}
         numbers = {name: x for name, x in self.arguments.items() if _holds_numbers(x)}
         pointers = [x for name, x in self.arguments.items() if name not in numbers]
-        self._addresses = [itemgetter(*_names(x)) for x in pointers]
+        self._addresses = [itemgetter(*_places(x)) for x in pointers]
         self._values = (*numbers.values(), *self.constants.values())
 
-    def __call__(self, addresses: Mapping[str | None, Address], stream: int) -> None:
-        """Launch on a stream of the current device.
-
-        Args:
-            addresses: address per pointer name; None maps to None.
-            stream: handle of the stream.
-        """
-        if _INTERPRETED:
-            filled = {
-                name: each(lambda x: addresses[x.name] if isinstance(x, Pointer) else x, value)
-                for name, value in self.arguments.items()
-            }
-            self.kernel[self.grid](**filled, **self.constants)
+    def __call__(self, addresses: Sequence[Address], stream: int) -> None:
+        """Launch on a stream of the current device, by its handle."""
+        if IS_DIRECT:
+            self.direct(stream, (*[find(addresses) for find in self._addresses], *self._values))
             return
-        compiled = self.compiled
-        arguments = (*[find(addresses) for find in self._addresses], *self._values)
-        hooks: tuple[Any, Any] = None, None
-        metadata = None
-        if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
-            hooks = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-            metadata = compiled.launch_metadata(self.grid, stream, *arguments)
-        compiled.run(
-            *self.grid,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            metadata,
-            *hooks,
-            *arguments,
-        )
+        filled = {
+            name: each(lambda x: addresses[x.place] if isinstance(x, Pointer) else x, value)
+            for name, value in self.arguments.items()
+        }
+        constants = self.constants if IS_INTERPRETED else self.compiled_constants()
+        self.kernel[self.grid](**filled, **constants, **self.options)
 
     @cached_property
-    def compiled(self) -> Any:
-        """The kernel, compiled for the current device and loaded."""
+    def direct(self) -> Callable[[int, Iterable[Any]], None]:
+        """The launch on the current device; the first compiles and loads the kernel."""
         kinds = {name: each(_representative, x) for name, x in self.arguments.items()}
-        constants = self.compiled_constants()
-        compiled = self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
-        with _LOADING:
-            _ = compiled.run
-        return compiled
+        arguments = kinds | self.compiled_constants() | self.options
+        return direct_launch(self.kernel, self.grid, arguments)
 
     def compiled_constants(self) -> dict[str, Any]:
         """The constants in the compiler's form: members of a tuple must be marked as constexpr."""
@@ -151,10 +145,10 @@ def _holds_numbers(value: Any) -> bool:
     return isinstance(value[0] if isinstance(value, tuple) else value, int)
 
 
-def _names(value: Any) -> list[str | None]:
-    """The names in a pointer or a tuple of pointers; None for an absent one."""
-    pointers = value if isinstance(value, tuple) and not isinstance(value, Pointer) else (value,)
-    return [None if x is None else x.name for x in pointers]
+def _places(value: Any) -> list[int]:
+    """The places of a pointer or a tuple of pointers; the last, which holds None, of None."""
+    pointers = value if isinstance(value, tuple) else (value,)
+    return [-1 if x is None else x.place for x in pointers]
 
 
 def _representative(value: Pointer | int | None) -> Any:
@@ -164,7 +158,7 @@ def _representative(value: Pointer | int | None) -> Any:
     between calls: the compiler would specialise on 1 and on multiples of 16.
     """
     if isinstance(value, Pointer):
-        return MockTensor(value.dtype)
+        return any_pointer(value.dtype)
     if value is None:
         return None
     return 3 if -(2**31) <= value < 2**31 else 2**32 + 3
@@ -174,64 +168,56 @@ class Plan:
     """A sequence of launches, with the memory they need in one allocation.
 
     Args:
-        parts: parts of the memory.
+        memory: the parts of the allocation.
         launches: the launches, in order.
+        result: the part that a run returns, if any.
     """
 
-    def __init__(self, parts: Mapping[str, Part], launches: Sequence[Launch]) -> None:
-        self.parts = parts
+    def __init__(
+        self, memory: Memory, launches: Sequence[Launch], result: Pointer | None = None
+    ) -> None:
         self.launches = launches
-        self._is_compiled = _INTERPRETED
-        self._starts = {}
-        self._size = 0
-        for name, part in parts.items():
-            self._starts[name] = self._size
-            self._size += -(-prod(part.shape) * part.dtype.itemsize // 16) * 16
+        self._size = memory.size
+        self._parts = memory.parts
+        self._starts = [part.start for part in memory.parts]
+        self._result = None if result is None else memory.parts[result.place - memory.num_given]
+        self._is_compiled = not IS_DIRECT
 
-    def run(self, inputs: Mapping[str, Address], device: torch.device) -> Tensor:
-        """Launch on the current stream of the current device; return the memory.
+    def run(self, given: Sequence[Address], device: torch.device) -> Tensor | None:
+        """Launch on the current stream of the current device; return the result.
 
-        `inputs` are the addresses of everything outside the memory.
+        `given` are the addresses of everything outside the allocation.
         """
-        memory = torch.empty(self._size, dtype=torch.uint8, device=device)
+        allocation = torch.empty(self._size, dtype=torch.uint8, device=device)
         stream = 0
-        addresses: dict[str | None, Address]
-        if _INTERPRETED:
-            addresses = {name: self.part(memory, name) for name in self.parts}
+        addresses: list[Address]
+        if IS_DIRECT:
+            stream = current_stream(device.index)
+            first = allocation.data_ptr()
+            addresses = [*given, *[first + start for start in self._starts], None]
         else:
-            stream = driver.active.get_current_stream(device.index)
-            first = memory.data_ptr()
-            addresses = {name: first + start for name, start in self._starts.items()}
-        addresses.update(inputs)
-        addresses[None] = None
+            addresses = [*given, *[part.of(allocation) for part in self._parts], None]
         if not self._is_compiled:
             self._compile(device)
         for launch in self.launches:
             launch(addresses, stream)
-        return memory
+        return None if self._result is None else self._result.of(allocation)
 
     def _compile(self, device: torch.device) -> None:
         """Compile all kernels in parallel: most of the compiler runs outside the GIL."""
 
         def compile_one(launch: Launch) -> None:
             with torch.cuda.device(device):
-                _ = launch.compiled
+                _ = launch.direct
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(compile_one, self.launches))
         self._is_compiled = True
 
-    def part(self, memory: Tensor, name: str) -> Tensor:
-        """A part of the memory as a tensor."""
-        shape, dtype = self.parts[name]
-        start = self._starts[name]
-        flat = memory[start : start + prod(shape) * dtype.itemsize].view(dtype)
-        return flat.view(tuple(shape))
 
-
-def address(tensor: Tensor | None) -> Address:
-    """A tensor's address, or the tensor itself if kernels are interpreted."""
-    return tensor if tensor is None or _INTERPRETED else tensor.data_ptr()
+def addresses_of(*tensors: Tensor | None) -> list[Address]:
+    """Addresses of tensors, or the tensors themselves if kernels are launched the public way."""
+    return [x.data_ptr() if x is not None and IS_DIRECT else x for x in tensors]
 
 
 def aligned(order: Tensor | None) -> Tensor | None:

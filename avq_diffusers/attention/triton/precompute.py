@@ -20,22 +20,17 @@ L leaves of a parent (0 stays, c + 1 is child c) and padding.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from avq_diffusers.attention.triton.aggregate import (
-    CellPointers,
-    PiecePointers,
-    RowPointers,
-    aggregate_kernel,
-)
-from avq_diffusers.attention.triton.codewords import padded_sizes, value_columns
-from avq_diffusers.attention.triton.launch import Launch, Part, Pointer, group
+from avq_diffusers.attention.triton.aggregate import PiecePointers, aggregate_kernel
+from avq_diffusers.attention.triton.codewords import value_width
+from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers, leaf_order_kernel
 from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
-from avq_diffusers.attention.triton.problem import Problem, strides_of
-from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers
+from avq_diffusers.attention.triton.problem import Given, Problem, alignment_of
+from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers, Tables
 from avq_diffusers.attention.triton.sort import SortBlocks, SortPointers, sort_kernel
 from avq_diffusers.attention.triton.tuning import (
     LEAF_ORDER_KEYS,
@@ -45,173 +40,187 @@ from avq_diffusers.attention.triton.tuning import (
 
 
 class Precompute(NamedTuple):
-    """The launches that summarize the keys of a call.
+    """The launches that summarize the keys of a call, and what they leave in its memory.
 
-    The memory holds what represents the keys:
+    `tables` are what represents the keys:
 
-    - `codes`, unless stored codewords represent the keys: mean keys (B, H, 2 MP + M0 CP, DP) around
-      the centre, times scale log2(e).
-    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_columns`. Row p
-      averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row
-      MP + p those that stay with p; unless means represent the keys, the latter's divisor is the
-      number of all keys of p. Columns from D on hold the row's number of keys over the divisor. A
-      row without keys is 0.
+    - `codes`: stored codewords, or mean keys (B, H, 2 MP + M0 CP, DP) around the centre, times
+      scale log2(e).
+    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_width`. Row p averages
+      the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row MP + p
+      those that stay with p; unless means represent the keys, the latter's divisor is the number of
+      all keys of p. Numbers from D on are the row's number of keys over the divisor. A row without
+      keys is 0.
     - `log_counts`: float32, log2 of the number of keys per row of the codes.
     - `variance`: (B, H, MP) float32, mean squared distance of a parent's keys from their mean, if
       means represent them.
-    - `centre`: (B, H, DP) float32, unless codewords are stored.
-
-    If tiles have exact keys, it also holds `LeafPointers` and
-
     - `row_weight`: (B, H, 2 MP + M0 CP) float32, weight of the attention to a row in the choice of
-      exact keys: the squared variance of its keys, divided by their number.
+      exact keys: the squared variance of its keys, divided by their number, if there are any.
     """
 
-    parts: dict[str, Part]  # parts of the memory
-    pointers: dict[str, Pointer | None]  # to the memory and to the call's inputs
     launches: list[Launch]
-    arguments: dict[str, Any]  # for kernels that run on keys
+    sort: SortPointers
+    tables: Tables
+    leaves: LeafPointers  # None without exact keys
+    leaf: Pointer | None
+    place: Pointer | None
+    centre: Pointer | None  # (B, H, DP) float32, (H, DP) of stored codewords
+    chunks: Chunks
+    cells: CellSizes
 
 
 def precompute_launches(
-    problem: Problem, *, leaves: bool = False, tiling: PrecomputeTiling | None = None
+    problem: Problem,
+    given: Given,
+    memory: Memory,
+    *,
+    leaves: bool = False,
+    tiling: PrecomputeTiling | None = None,
 ) -> Precompute:
-    """A call's memory and first launches.
+    """A call's first launches, which add to its memory.
 
     With `leaves` the memory also holds `leaf`, (B, H, S) int32, each key's leaf in its cell, in the
     order of cells, and with exact keys `place`, its position in `leaf_order`, in the same order.
-    `tiling` defaults to `precompute_tiling`.
+    `given` are pointers. `tiling` defaults to `precompute_tiling`.
     """
     spec, dtype = problem.spec, problem.dtype
-    batch, num_heads, num_keys, head_dim = problem.key.shape
+    int32, float32 = torch.int32, torch.float32
+    batch, num_heads, num_keys, _ = problem.key.shape
     tiling = tiling or precompute_tiling(problem)
-    padded_dim, parent_rows, child_rows = padded_sizes(
-        head_dim, spec.num_parents, spec.num_children
-    )
-    rows = 2 * parent_rows + spec.num_parents * child_rows
-    # A chunk is a multiple of both matmul tiles and strips.
-    tile_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
-    chunk_keys = -(-num_keys // (tile_keys * tiling.num_chunks)) * tile_keys
+    sizes = _sizes(problem)
+    has_exact_keys = problem.exact_keys > 0
+    cells = _cells(problem, tiling, has_leaves=leaves or has_exact_keys)
+    # A chunk is a multiple of both matmul blocks and strips.
+    block_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
+    chunk_keys = -(-num_keys // (block_keys * tiling.num_chunks)) * block_keys
     chunks = Chunks(num_keys, chunk_keys, -(-num_keys // chunk_keys))
     # Upper bound on the pieces of one head's keys.
-    num_pieces = parent_rows + num_keys // tiling.piece_keys
-    cells = CellSizes(
+    num_pieces = cells.PARENT_ROWS + num_keys // tiling.piece_keys
+
+    def part(*shape: int, dtype: torch.dtype = int32, when: bool = True) -> Pointer | None:
+        """A pointer to a new part, (B, H, *shape); None unless `when`."""
+        return memory.add((batch, num_heads, *shape), dtype) if when else None
+
+    means, parent_rows, leaf_rows = spec.means, cells.PARENT_ROWS, cells.LEAF_ROWS
+    sort = SortPointers(
+        rank=part(tiling.num_chunks, chunk_keys),
+        order=part(num_keys),
+        count=part(tiling.num_chunks, tiling.sort_warps, parent_rows),
+        start=part(parent_rows + 1, tiling.num_chunks),
+        ticket=part(parent_rows),
+        square=part(num_keys, dtype=float32, when=means),
+    )
+    pieces = PiecePointers(
+        part(num_pieces, leaf_rows * (1 + means), sizes.PADDED_DIM, dtype=float32),
+        part(num_pieces, leaf_rows),
+        part(num_pieces, leaf_rows, dtype=float32, when=means),
+    )
+    code_rows = cells.ROWS if means else cells.ROWS - parent_rows
+    tables = Tables(
+        codes=part(cells.ROWS, sizes.PADDED_DIM, dtype=dtype) if means else given.stored_codes,
+        mean_values=part(cells.ROWS, cells.VALUE_WIDTH, dtype=dtype),
+        log_counts=part(code_rows, dtype=float32),
+        variance=part(parent_rows, dtype=float32, when=means),
+        row_weight=part(cells.ROWS, dtype=float32, when=has_exact_keys),
+    )
+    of_leaves = LeafPointers(
+        part(num_keys, when=has_exact_keys),
+        part(cells.ROWS, when=has_exact_keys),
+        part(cells.ROWS, when=has_exact_keys),
+    )
+    leaf = part(num_keys, when=cells.LEAVES)
+    place = part(num_keys, when=leaves and has_exact_keys)
+    centre = given.centre or part(sizes.PADDED_DIM, dtype=float32)
+    arguments = {
+        "key_ptr": given.key,
+        "value_ptr": given.value,
+        "centre_ptr": centre,
+        "leaf_ptr": leaf,
+        "piece_counts_ptr": pieces.piece_counts,
+        "place_ptr": place,
+        "source": ParentPointers(given.stored_codes, given.bias, given.parents, given.key_order),
+        "sort": sort,
+        "pieces": pieces,
+        "tables": tables,
+        "leaves_of_rows": of_leaves,
+        "key_strides": problem.key.divided(sizes.ALIGN),
+        "value_strides": problem.value.divided(sizes.ALIGN),
+        "chunks": chunks,
+        "num_pieces": num_pieces,
+        "SIZES": sizes,
+        "CELLS": cells,
+        "PLACES": place is not None,
+    }
+    of_sort = arguments | {"BLOCKS": _sort_blocks(problem, tiling, sizes)}
+    of_pieces = arguments | {"KEYS": tiling.leaf_keys}
+    launches = [
+        Launch(
+            sort_kernel,
+            (num_heads, batch, chunks.number),
+            of_sort,
+            num_warps=tiling.sort_warps,
+            num_stages=tiling.sort_stages,
+        ),
+        Launch(
+            aggregate_kernel,
+            (num_heads, batch, num_pieces),
+            of_pieces,
+            num_warps=tiling.leaf_warps,
+            num_stages=tiling.leaf_stages,
+            maxnreg=tiling.leaf_registers,
+        ),
+    ]
+    if has_exact_keys:
+        of_pieces = arguments | {"KEYS": LEAF_ORDER_KEYS}
+        grid = launches[1].grid
+        launches.append(Launch(leaf_order_kernel, grid, of_pieces, num_warps=1))
+    return Precompute(launches, sort, tables, of_leaves, leaf, place, centre, chunks, cells)
+
+
+def _sizes(problem: Problem) -> KeySizes:
+    spec, head_dim = problem.spec, problem.key.shape[3]
+    padded_dim, parent_rows, child_rows = problem.padded_sizes
+    return KeySizes(
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        NUM_PARENTS=spec.num_parents,
+        PARENT_ROWS=parent_rows,
+        CODE_ROWS=parent_rows + spec.num_parents * child_rows,
+        ALIGN=alignment_of(problem.key, problem.value),
+        MEANS=spec.means,
+        STORED=problem.is_stored,
+        UPDATED=problem.has_parents,
+        ORDERED=problem.key_order is not None,
+    )
+
+
+def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> CellSizes:
+    spec = problem.spec
+    _, parent_rows, child_rows = problem.padded_sizes
+    return CellSizes(
         NUM_PARENTS=spec.num_parents,
         NUM_CHILDREN=spec.num_children,
         PARENT_ROWS=parent_rows,
         CHILD_ROWS=child_rows,
         LEAF_ROWS=max(16, 2 * child_rows),
-        ROWS=rows,
+        ROWS=2 * parent_rows + spec.num_parents * child_rows,
         NUM_CHUNKS=tiling.num_chunks,
-        LOG2_CHUNKS=tiling.num_chunks.bit_length() - 1,
         PIECE=tiling.piece_keys,
+        VALUE_WIDTH=value_width(problem.key.shape[3]),
+        FACTOR=problem.scale * math.log2(math.e),
+        EXACT_KEYS=problem.exact_keys > 0,
+        LEAVES=has_leaves,
     )
-    sort_parents = min(tiling.sort_parents, parent_rows)
-    resident_rows = parent_rows + tiling.sort_stages * tiling.sort_keys
-    resident_bytes = resident_rows * padded_dim * dtype.itemsize
-    blocks = SortBlocks(
+
+
+def _sort_blocks(problem: Problem, tiling: PrecomputeTiling, sizes: KeySizes) -> SortBlocks:
+    sort_parents = min(tiling.sort_parents, sizes.PARENT_ROWS)
+    resident_rows = sizes.PARENT_ROWS + tiling.sort_stages * tiling.sort_keys
+    resident_bytes = resident_rows * sizes.PADDED_DIM * problem.dtype.itemsize
+    return SortBlocks(
         NUM_CHUNKS=tiling.num_chunks,
-        CODE_ROWS=rows - parent_rows,
         KEYS=tiling.sort_keys,
         PARENTS=sort_parents,
         STRIPS=tiling.sort_warps,
-        RESIDENT=sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
+        RESIDENT=sort_parents == sizes.PARENT_ROWS or resident_bytes <= tiling.sort_shared,
     )
-    parts = _parts(problem, cells, chunks, num_pieces, tiling.sort_warps, leaves=leaves)
-    align, (key_strides, value_strides) = strides_of(problem.key, problem.value)
-    of_parts = {name: Pointer(name, part.dtype) for name, part in parts.items()}
-    pointers = problem.pointers() | dict.fromkeys(_OPTIONAL) | of_parts
-    arguments = {f"{name}_ptr": pointer for name, pointer in pointers.items()} | {
-        "source": group(ParentPointers, pointers),
-        "sort": group(SortPointers, pointers),
-        "cells": group(CellPointers, pointers),
-        "pieces": group(PiecePointers, pointers),
-        "tables": group(RowPointers, pointers),
-        "leaves_of_rows": group(LeafPointers, pointers),
-        "key_strides": key_strides,
-        "value_strides": value_strides,
-        "chunks": chunks,
-        "num_pieces": num_pieces,
-        "SIZES": KeySizes(head_dim, padded_dim, spec.num_parents, parent_rows, align),
-        "BLOCKS": blocks,
-        "CELLS": cells,
-        "VALUE_COLUMNS": value_columns(head_dim),
-        "FACTOR": problem.scale * math.log2(math.e),
-    }
-    sort = Launch(
-        sort_kernel,
-        (num_heads, batch, chunks.number),
-        arguments,
-        num_warps=tiling.sort_warps,
-        num_stages=tiling.sort_stages,
-    )
-    pieces = num_heads, batch, num_pieces
-    aggregate = Launch(
-        aggregate_kernel,
-        pieces,
-        arguments | {"KEYS": tiling.leaf_keys},
-        num_warps=tiling.leaf_warps,
-        num_stages=tiling.leaf_stages,
-        maxnreg=tiling.leaf_registers,
-    )
-    launches = [sort, aggregate]
-    if problem.exact_keys:
-        of_leaves = arguments | {"KEYS": LEAF_ORDER_KEYS}
-        launches.append(Launch(leaf_order_kernel, pieces, of_leaves, num_warps=1))
-    return Precompute(parts, pointers, launches, arguments)
-
-
-def _parts(
-    problem: Problem,
-    cells: CellSizes,
-    chunks: Chunks,
-    num_pieces: int,
-    strips: int,
-    *,
-    leaves: bool,
-) -> dict[str, Part]:
-    int32, float32 = torch.int32, torch.float32
-    heads = problem.key.shape[:2]
-    head_dim, means = problem.key.shape[3], problem.spec.means
-    padded_dim, parent_rows, _ = padded_sizes(head_dim, problem.spec.num_parents, 0)
-    keys, rows = (*heads, chunks.num_keys), (*heads, cells.ROWS)
-    piece_leaves = (*heads, num_pieces, cells.LEAF_ROWS)
-    parts = {
-        "rank": Part((*heads, cells.NUM_CHUNKS, chunks.length), int32),
-        "order": Part(keys, int32),
-        "count": Part((*heads, cells.NUM_CHUNKS, strips, parent_rows), int32),
-        "start": Part((*heads, parent_rows + 1, cells.NUM_CHUNKS), int32),
-        "ticket": Part((*heads, parent_rows), int32),
-        "piece_counts": Part(piece_leaves, int32),
-        "piece_sums": Part((*piece_leaves[:3], cells.LEAF_ROWS * (1 + means), padded_dim), float32),
-        "mean_values": Part((*rows, value_columns(head_dim)), problem.dtype),
-        "log_counts": Part(rows if means else (*heads, cells.ROWS - parent_rows), float32),
-    }
-    if not problem.is_stored:
-        parts["centre"] = Part((*heads, padded_dim), float32)
-    if means:
-        parts |= {
-            "codes": Part((*rows, padded_dim), problem.dtype),
-            "square": Part(keys, float32),
-            "piece_squares": Part(piece_leaves, float32),
-            "variance": Part((*heads, parent_rows), float32),
-        }
-    if problem.exact_keys or leaves:
-        parts["leaf"] = Part(keys, int32)
-    if problem.exact_keys and leaves:
-        parts["place"] = Part(keys, int32)
-    if problem.exact_keys:
-        parts |= {
-            "leaf_order": Part(keys, int32),
-            "row_start": Part(rows, int32),
-            "row_count": Part(rows, int32),
-            "row_weight": Part(rows, float32),
-        }
-    return parts
-
-
-# Parts that only some calls have.
-_OPTIONAL = (
-    *("codes", "square", "piece_squares", "variance"),
-    *("leaf", "place", "leaf_order", "row_start", "row_count", "row_weight"),
-)

@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, N queries, S keys, T sinks, D head dim, M0 parents.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from avq_diffusers.attention.limits import matrix_instructions
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.attention.triton.codewords import StoredCodes
+from avq_diffusers.attention.triton.codewords import StoredCodes, padded_sizes
 from avq_diffusers.attention.triton.launch import (
-    Address,
     Pointer,
-    address,
+    addresses_of,
     aligned,
     capability_of,
     kernel_layout,
@@ -33,6 +32,10 @@ class Layout(NamedTuple):
     def of(cls, tensor: Tensor) -> "Layout":
         return cls(tensor.shape, tensor.stride())
 
+    def divided(self, divisor: int) -> "Strides":
+        """All strides but the last, divided."""
+        return Strides(*(stride // divisor for stride in self.strides[:3]))
+
 
 class Strides(NamedTuple):
     """Token strides, possibly divided by `ALIGN`."""
@@ -40,6 +43,32 @@ class Strides(NamedTuple):
     batch: tl.tensor
     head: tl.tensor
     token: tl.tensor
+
+
+class Given(NamedTuple):
+    """What kernels are given: pointers in a plan, addresses in a run; None for anything else."""
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    sink_key: Any = None
+    sink_value: Any = None
+    query_order: Any = None
+    key_order: Any = None
+    parents: Any = None
+    stored_codes: Any = None
+    bias: Any = None
+    centre: Any = None  # of stored codes
+    output: Any = None
+    grad_output: Any = None
+    grad_query: Any = None
+    grad_key: Any = None
+    grad_value: Any = None
+
+
+def pointers_of(dtypes: Given) -> Given:
+    """Pointers to what is given with these dtypes."""
+    return Given(*(dtype and Pointer(place, dtype) for place, dtype in enumerate(dtypes)))
 
 
 class Problem(NamedTuple):
@@ -117,36 +146,32 @@ class Problem(NamedTuple):
         return self.sinks[0].shape[2] if self.sinks else 0
 
     @property
+    def padded_sizes(self) -> tuple[int, int, int]:
+        """DP, MP and CP."""
+        spec = self.spec
+        return padded_sizes(self.key.shape[3], spec.num_parents, spec.num_children)
+
+    @property
     def num_tiles(self) -> int:
         """Query tiles per head."""
         return -(-self.query.shape[2] // self.spec.query_tile)
 
-    def pointers(self) -> dict[str, Pointer | None]:
-        """Pointers to the call's inputs; None for absent ones."""
-        dtypes = {
-            "query": self.dtype,
-            "key": self.dtype,
-            "value": self.dtype,
-            "sink_key": self.dtype if self.sinks else None,
-            "sink_value": self.dtype if self.sinks else None,
-            "query_order": self.query_order,
-            "key_order": self.key_order,
-            "parents": self.dtype if self.has_parents else None,
-            "stored_codes": self.dtype if self.is_stored else None,
-            "bias": torch.float32 if self.is_stored else None,
-            "centre": torch.float32 if self.is_stored else None,
-        }
-        return {name: dtype and Pointer(name, dtype) for name, dtype in dtypes.items()}
+    def pointers(self) -> Given:
+        """Pointers to what the call gives, among them all that it may write."""
+        dtype = self.dtype
+        sinks, parents = dtype if self.sinks else None, dtype if self.has_parents else None
+        codes, wide = (dtype, torch.float32) if self.is_stored else (None, None)
+        orders = self.query_order, self.key_order
+        inputs = dtype, dtype, dtype, sinks, sinks, *orders, parents, codes, wide, wide
+        return pointers_of(Given(*inputs, *(dtype,) * (len(Given._fields) - len(inputs))))
 
 
-def strides_of(*layouts: Layout) -> tuple[int, list[Strides]]:
-    """A common divisor of all strides, 8 or 1, and each tensor's strides divided by it.
+def alignment_of(*layouts: Layout) -> int:
+    """A common divisor of all strides, 8 or 1.
 
     Multiplying by a constant lets the compiler prove that 16-byte rows are aligned.
     """
-    strides = [x.strides[:3] for x in layouts]
-    align = 8 if all(stride % 8 == 0 for each in strides for stride in each) else 1
-    return align, [Strides(*(stride // align for stride in each)) for each in strides]
+    return 8 if all(stride % 8 == 0 for x in layouts for stride in x.strides[:3]) else 1
 
 
 def readable(tensors: Tensors) -> Tensors:
@@ -166,22 +191,9 @@ def readable(tensors: Tensors) -> Tensors:
     )
 
 
-def addresses_of(
-    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None
-) -> dict[str, Address]:
-    """Addresses of the call's inputs, by the names of `Problem.pointers`."""
-    addresses = {
-        "query": address(tensors.query),
-        "key": address(tensors.key),
-        "value": address(tensors.value),
-        "sink_key": address(tensors.sink_key),
-        "sink_value": address(tensors.sink_value),
-        "query_order": address(tensors.query_order),
-        "key_order": address(tensors.key_order),
-        "parents": address(parents),
-    }
-    if stored is not None:
-        addresses["stored_codes"] = address(stored.codes)
-        addresses["bias"] = address(stored.bias)
-        addresses["centre"] = address(stored.centre)
-    return addresses
+def given_by(
+    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, *outputs: Tensor | None
+) -> Given:
+    """Addresses of what a call gives; `outputs` are the fields from `output` on."""
+    inputs = *tensors.tokens(), tensors.query_order, tensors.key_order, parents
+    return Given(*addresses_of(*inputs, *(stored or (None, None, None)), *outputs))

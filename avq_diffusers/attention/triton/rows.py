@@ -3,7 +3,7 @@
 Parents are stored codes, updated parents, or keys of the call, evenly spaced in the query order. A
 key k belongs to the parent with the largest k.code + bias.
 
-Shapes: as in `precompute`; KEYS keys per tile.
+Shapes: as in `precompute`; KEYS keys per block.
 """
 
 from typing import NamedTuple
@@ -13,25 +13,76 @@ import triton.language as tl
 
 
 class KeySizes(NamedTuple):
-    """Compile-time sizes of keys and parents; key strides are divided by ALIGN."""
+    """Compile-time sizes and modes of keys and parents; key strides are divided by ALIGN.
+
+    STORED, UPDATED: parents are stored codes, or updated parents; else keys, in an order if
+        ORDERED.
+    """
 
     HEAD_DIM: tl.constexpr
     PADDED_DIM: tl.constexpr
     NUM_PARENTS: tl.constexpr
     PARENT_ROWS: tl.constexpr
     ALIGN: tl.constexpr
+    UPDATED: tl.constexpr
+    ORDERED: tl.constexpr
+    STORED: tl.constexpr = False
+    CODE_ROWS: tl.constexpr = 0  # rows of stored codes
+    MEANS: tl.constexpr = True  # mean keys represent the keys, else stored codewords
 
 
 class ParentPointers(NamedTuple):
-    """Where parents are: stored codes and biases, updated parents, or keys in an order.
-
-    None for what a call does not have.
-    """
+    """Where parents are: stored codes and biases, updated parents, or keys in an order."""
 
     stored_codes: tl.tensor
     bias: tl.tensor
     parents: tl.tensor
     key_order: tl.tensor
+
+
+class Tables(NamedTuple):
+    """Tables with a row per codeword (`precompute`), and the parents that a tile refines."""
+
+    codes: tl.tensor
+    mean_values: tl.tensor
+    log_counts: tl.tensor
+    variance: tl.tensor  # of a parent's keys, with mean keys
+    row_weight: tl.tensor  # with exact keys
+    refined: tl.tensor = None
+
+
+class HeadOfKeys(NamedTuple):
+    """The keys of a program's head, and where its parents are."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    batch_head: tl.tensor
+    key: tl.tensor
+    stride: tl.tensor  # of tokens, divided by ALIGN
+    number: tl.tensor
+    source: ParentPointers
+
+
+@triton.jit
+def head_start(strides, batch, head, ALIGN):
+    """Offset of a head's tokens."""
+    return (batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head) * ALIGN
+
+
+@triton.jit
+def head_of_program(key_ptr, source, strides, num_keys, SIZES):
+    """The `HeadOfKeys` of this program."""
+    head = tl.program_id(0)
+    batch = tl.program_id(1)
+    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
+    key_ptr += head_start(strides, batch, head, SIZES.ALIGN)
+    if SIZES.STORED:
+        codes_ptr = source.stored_codes + head * SIZES.CODE_ROWS * SIZES.PADDED_DIM
+        source = ParentPointers(codes_ptr, source.bias + head * SIZES.CODE_ROWS, None, None)
+    elif SIZES.UPDATED:
+        parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
+        source = ParentPointers(None, None, parents_ptr, None)
+    return HeadOfKeys(batch, head, batch_head, key_ptr, strides.token, num_keys, source)
 
 
 @triton.jit
@@ -43,26 +94,26 @@ def product(left, right, acc=None):
 
 
 @triton.jit
-def first_maximum(scores, columns, LAST: tl.constexpr):
-    """Largest score along axis 1 and its first column; column LAST if all scores are NaN."""
+def first_maximum(scores, indices, LAST):
+    """Largest score along axis 1 and its first index; index LAST if all scores are NaN."""
     best = tl.max(scores, axis=1)
-    column = tl.where(scores == tl.expand_dims(best, 1), columns, LAST)
-    return best, tl.min(column, axis=1)
+    index = tl.where(scores == tl.expand_dims(best, 1), indices, LAST)
+    return best, tl.min(index, axis=1)
 
 
 @triton.jit
-def head_start(strides, batch, head, ALIGN: tl.constexpr):
-    """Offset of a head's tokens."""
-    return (batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head) * ALIGN
-
-
-@triton.jit
-def load_rows(base_ptr, rows, stride, ALIGN: tl.constexpr, is_row, SIZES: tl.constexpr):
+def load_rows(base_ptr, rows, stride, ALIGN, is_row, SIZES):
     """Rows of D elements, padded with zeros to DP."""
-    columns = tl.arange(0, SIZES.PADDED_DIM)
-    offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
-    mask = is_row[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + dims[None, :]
+    mask = is_row[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
     return tl.load(base_ptr + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_keys(head, keys, is_key, SIZES):
+    """Keys of a head, padded with zeros to DP."""
+    return load_rows(head.key, keys, head.stride, SIZES.ALIGN, is_key, SIZES)
 
 
 @triton.jit
@@ -73,51 +124,47 @@ def bias_of(codes, is_code):
 
 
 @triton.jit
-def own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES: tl.constexpr):
-    """Parents that are not stored, padded to DP: updated ones, or keys.
-
-    key_ptr, source: at the head.
-    """
-    if source.parents is not None:
-        rows = load_rows(source.parents, parents, SIZES.HEAD_DIM, 1, is_parent, SIZES)
+def own_parents(head, parents, is_parent, SIZES):
+    """Parents that are not stored, padded to DP: updated ones, or keys."""
+    if SIZES.UPDATED:
+        rows = load_rows(head.source.parents, parents, SIZES.HEAD_DIM, 1, is_parent, SIZES)
     else:
-        place = (parents.to(tl.int64) * num_keys // SIZES.NUM_PARENTS).to(tl.int32)
-        place = tl.minimum(place, num_keys - 1)
-        if source.key_order is not None:
-            place = tl.load(source.key_order + place).to(tl.int32)
-        rows = load_rows(key_ptr, place, stride, SIZES.ALIGN, is_parent, SIZES)
+        place = (parents.to(tl.int64) * head.number // SIZES.NUM_PARENTS).to(tl.int32)
+        place = tl.minimum(place, head.number - 1)
+        if SIZES.ORDERED:
+            place = tl.load(head.source.key_order + place).to(tl.int32)
+        rows = load_keys(head, place, is_parent, SIZES)
     return rows
 
 
 @triton.jit
-def origin_of(key_ptr, num_keys, stride, SIZES: tl.constexpr):
+def origin_of(head, SIZES):
     """(DP) A key of the head, in float32: distances from it exclude what all keys share."""
     # Sixteen copies, because a single row gets no wide loads.
-    rows = num_keys // 2 + tl.zeros([16], tl.int32)
-    block = load_rows(key_ptr, rows, stride, SIZES.ALIGN, rows >= 0, SIZES)
-    return tl.max(block.to(tl.float32), axis=0)
+    keys = head.number // 2 + tl.zeros([16], tl.int32)
+    return tl.max(load_keys(head, keys, keys >= 0, SIZES).to(tl.float32), axis=0)
 
 
 @triton.jit
-def load_parents(key_ptr, source, parents, stride, num_keys, SIZES: tl.constexpr):
+def load_parents(head, parents, SIZES):
     """Codes and biases of some parents of a head."""
-    if source.stored_codes is not None:
-        columns = tl.arange(0, SIZES.PADDED_DIM)
-        rows = source.stored_codes + parents[:, None] * SIZES.PADDED_DIM
-        codes = tl.load(rows + columns[None, :])
-        bias = tl.load(source.bias + parents)
+    if SIZES.STORED:
+        dims = tl.arange(0, SIZES.PADDED_DIM)
+        rows = head.source.stored_codes + parents[:, None] * SIZES.PADDED_DIM
+        codes = tl.load(rows + dims[None, :])
+        bias = tl.load(head.source.bias + parents)
     else:
         is_parent = parents < SIZES.NUM_PARENTS
-        codes = own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES)
+        codes = own_parents(head, parents, is_parent, SIZES)
         bias = bias_of(codes, is_parent)
     return codes, bias
 
 
 @triton.jit
-def best_of_tile(key, codes, bias, first_parent, LAST: tl.constexpr):
-    """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
+def best_of_block(key, codes, bias, first_parent, LAST):
+    """(KEYS, 8) best score among every eighth parent of a block, and that parent.
 
-    A thread holds two of a row's eight columns, so threads need not communicate.
+    A thread holds two of a row's eight places, so threads need not communicate.
     """
     PLACES: tl.constexpr = codes.shape[0] // 8
     scores = (product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
@@ -127,17 +174,15 @@ def best_of_tile(key, codes, bias, first_parent, LAST: tl.constexpr):
 
 
 @triton.jit
-def best_of_loaded_tiles(
-    key, key_ptr, source, stride, num_keys, SIZES: tl.constexpr, PARENTS: tl.constexpr
-):
-    """`best_of_tile` over all parents, with codes loaded tile by tile."""
+def best_of_blocks(key, head, SIZES, PARENTS):
+    """`best_of_block` over all parents, with codes loaded block by block."""
     LAST: tl.constexpr = SIZES.PARENT_ROWS - 1
     best = tl.full([key.shape[0], 8], float("-inf"), tl.float32)
     parent = tl.full([key.shape[0], 8], LAST, tl.int32)
     for first_parent in tl.range(0, SIZES.PARENT_ROWS, PARENTS):
-        tile = first_parent + tl.arange(0, PARENTS)
-        codes, bias = load_parents(key_ptr, source, tile, stride, num_keys, SIZES)
-        tile_best, tile_parent = best_of_tile(key, codes, bias, first_parent, PARENTS - 1)
-        parent = tl.where(tile_best > best, tile_parent, parent)
-        best = tl.maximum(best, tile_best)
+        parents = first_parent + tl.arange(0, PARENTS)
+        codes, bias = load_parents(head, parents, SIZES)
+        block_best, block_parent = best_of_block(key, codes, bias, first_parent, PARENTS - 1)
+        parent = tl.where(block_best > best, block_parent, parent)
+        best = tl.maximum(best, block_best)
     return best, parent

@@ -16,20 +16,10 @@ LOG_ZERO = tl.constexpr(-1e30)
 LEAST_WEIGHT = tl.constexpr(2.0**-120)
 
 
-class Tables(NamedTuple):
-    """Pointers to what represents a head's keys, and to a tile's refined parents."""
-
-    codes: tl.tensor
-    mean_values: tl.tensor
-    log_counts: tl.tensor
-    variance: tl.tensor  # of a parent's keys; unused if stored codewords represent keys
-    refined: tl.tensor
-
-
 class TileSizes(NamedTuple):
     """Compile-time sizes of what a query tile sees.
 
-    BLOCK_D, REST_D: columns of the one or two blocks that a row is cut into.
+    BLOCK_D, REST_D: dims of the one or two blocks that a row is cut into.
     ROWS, CODE_ROWS: rows of mean values, and of codes.
     EXACT_KEYS, SINKS: whether there are exact keys, and sink keys.
     BLOCK_C, BLOCK_K: exact columns per step, and exact or sink keys per step.
@@ -48,14 +38,14 @@ class TileSizes(NamedTuple):
     BLOCK_D: tl.constexpr
     REST_D: tl.constexpr
     PADDED_DIM: tl.constexpr
-    VALUE_COLUMNS: tl.constexpr
+    VALUE_WIDTH: tl.constexpr
     SELECTS: tl.constexpr  # tiles refine some of the parents, neither all nor none
     MEANS: tl.constexpr  # mean keys represent the keys, else stored codewords
     EXACT_KEYS: tl.constexpr
     SINKS: tl.constexpr
+    ORDERED: tl.constexpr  # query tiles are cut from an order
     OWN_CENTRE: tl.constexpr  # every batch element has its own centre
     VISIBLE: tl.constexpr  # most columns of a tile with exact keys, a power of two
-    LOG2_VISIBLE: tl.constexpr
     BLOCK_C: tl.constexpr
     BLOCK_K: tl.constexpr
     FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
@@ -88,45 +78,43 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def _load_columns(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """The first WIDTH columns of some rows, (rows, WIDTH)."""
+def _load_dims(pointer, rows, valid, STRIDE, WIDTH):
+    """The first WIDTH dims of some rows, (rows, WIDTH)."""
     pointers = pointer + rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
     return tl.load(pointers, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def _load_rows(
-    pointer, rows, valid, STRIDE: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr
-):
-    """The first BLOCK_D and the next REST_D columns of some rows."""
-    blocks = (_load_columns(pointer, rows, valid, STRIDE, BLOCK_D),)
+def _load_rows(pointer, rows, valid, STRIDE, BLOCK_D, REST_D):
+    """The first BLOCK_D and the next REST_D dims of some rows."""
+    blocks = (_load_dims(pointer, rows, valid, STRIDE, BLOCK_D),)
     if REST_D > 0:
-        blocks += (_load_columns(pointer + BLOCK_D, rows, valid, STRIDE, REST_D),)
+        blocks += (_load_dims(pointer + BLOCK_D, rows, valid, STRIDE, REST_D),)
     return blocks
 
 
 @triton.jit
-def load_codes(tables, rows, valid, SIZES: tl.constexpr):
+def load_codes(tables, rows, valid, SIZES):
     return _load_rows(tables.codes, rows, valid, SIZES.PADDED_DIM, SIZES.BLOCK_D, SIZES.REST_D)
 
 
 @triton.jit
-def load_values(tables, rows, valid, SIZES: tl.constexpr):
+def load_values(tables, rows, valid, SIZES):
     return _load_rows(
-        tables.mean_values, rows, valid, SIZES.VALUE_COLUMNS, SIZES.BLOCK_D, SIZES.REST_D
+        tables.mean_values, rows, valid, SIZES.VALUE_WIDTH, SIZES.BLOCK_D, SIZES.REST_D
     )
 
 
 @triton.jit
-def load_shares(tables, rows, valid, SIZES: tl.constexpr):
-    """(rows, 8), equal columns."""
-    STRIDE: tl.constexpr = SIZES.VALUE_COLUMNS
-    return _load_columns(tables.mean_values + STRIDE - 8, rows, valid, STRIDE, 8)
+def load_shares(tables, rows, valid, SIZES):
+    """(rows, 8), eight equal numbers each."""
+    STRIDE: tl.constexpr = SIZES.VALUE_WIDTH
+    return _load_dims(tables.mean_values + STRIDE - 8, rows, valid, STRIDE, 8)
 
 
 @triton.jit
 def logits_of(query, codes, bias):
-    """Queries times codewords, both in blocks of columns, plus a bias for free."""
+    """Queries times codewords, both in blocks of dims, plus a bias for free."""
     bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
     logits = product(query[0], tl.trans(codes[0]), bias)
     if len(query) > 1:
@@ -135,7 +123,7 @@ def logits_of(query, codes, bias):
 
 
 @triton.jit
-def empty_softmax(running_max, SIZES: tl.constexpr):
+def empty_softmax(running_max, SIZES):
     """A softmax over no codewords."""
     BLOCK_N: tl.constexpr = running_max.shape[0]
     numerator = (tl.zeros([BLOCK_N, SIZES.BLOCK_D], tl.float32),)
@@ -145,15 +133,15 @@ def empty_softmax(running_max, SIZES: tl.constexpr):
 
 
 @triton.jit
-def accumulate(softmax, weights, values, shares, SIZES: tl.constexpr):
+def accumulate(softmax, weights, values, shares, SIZES):
     """Add weights (BLOCK_N, rows) times values (rows, BLOCK_D) to a softmax.
 
-    Tensor cores sum the weights, too: times the share in a padding column of the values or, if
-    there is none, times `shares` (rows, 8), equal columns because a matmul has at least 8.
+    Tensor cores sum the weights, too: times the share in a padding dim of the values or, if there
+    is none, times `shares` (rows, 8), eight times the same because a matmul has at least 8.
     """
     weights = weights.to(values[0].dtype)
     denominator = softmax.denominator
-    if SIZES.VALUE_COLUMNS != SIZES.PADDED_DIM:
+    if SIZES.VALUE_WIDTH != SIZES.PADDED_DIM:
         denominator = product(weights, shares, denominator)
     numerator = softmax.numerator
     sums = (product(weights, values[0], numerator[0]),)
@@ -182,15 +170,7 @@ def leave_out(weights, running_max, is_kept):
 
 
 @triton.jit
-def load_codewords(
-    tables,
-    code_rows,
-    value_rows,
-    valid,
-    SIZES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    RUNNING: tl.constexpr,
-):
+def load_codewords(tables, code_rows, value_rows, valid, SIZES, WHOLE, RUNNING):
     """Codes and log counts of `code_rows`, mean values and shares of `value_rows`.
 
     WHOLE: all shares are 1.
@@ -210,7 +190,7 @@ def load_codewords(
 
 
 @triton.jit
-def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
+def weigh(query, codes, bias, softmax, RUNNING):
     """Weights (BLOCK_N, rows) of codes with a bias (rows), and the softmax to add them to.
 
     RUNNING: first raise the softmax's maximum to the largest logit.
@@ -225,14 +205,14 @@ def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
 
 
 @triton.jit
-def total_weight(softmax, SIZES: tl.constexpr):
+def total_weight(softmax, SIZES):
     """Sum of the weights, (BLOCK_N,)."""
-    if SIZES.VALUE_COLUMNS == SIZES.PADDED_DIM:
-        # The last block holds the first padding column.
+    if SIZES.VALUE_WIDTH == SIZES.PADDED_DIM:
+        # The last block holds the first padding dim.
         last = softmax.numerator[-1]
         FIRST: tl.constexpr = SIZES.BLOCK_D if len(softmax.numerator) > 1 else 0
-        column = FIRST + tl.arange(0, last.shape[1])
-        total = tl.sum(tl.where((column == SIZES.HEAD_DIM)[None, :], last, 0.0), axis=1)
+        dims = FIRST + tl.arange(0, last.shape[1])
+        total = tl.sum(tl.where((dims == SIZES.HEAD_DIM)[None, :], last, 0.0), axis=1)
     else:
         total = tl.max(softmax.denominator, axis=1)
     return total

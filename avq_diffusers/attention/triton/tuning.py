@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from avq_diffusers.attention.triton.codewords import padded, padded_sizes
+from avq_diffusers.attention.triton.codewords import padded
 from avq_diffusers.attention.triton.problem import Problem
 
 
@@ -20,13 +20,13 @@ class AttentionTiling:
     parents_per_block: int  # refined parents whose children form one block of the online softmax
     parent_block: int  # parents per block; if it holds them all, no logit is computed twice
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
-    rest_columns: int = 0  # columns of a second block after 64; 0 keeps all columns in one block
+    rest_dims: int = 0  # columns of a second block after 64; 0 keeps all columns in one block
     running_max: bool = True  # start with a running maximum
 
 
 # Most columns per block, by how often a tiling was made smaller.
-COLUMNS = (128, 32, 16)
-MOST_REDUCED = len(COLUMNS) - 1
+BLOCK_SIZES = (128, 32, 16)
+MOST_REDUCED = len(BLOCK_SIZES) - 1
 # RTX 50, where float32 blocks of 32 columns and updates of 64 parents spill.
 FEW_REGISTERS = ((12, 0),)
 
@@ -43,7 +43,7 @@ def _reduced(tiling: AttentionTiling, problem: Problem) -> AttentionTiling:
     """The tiling, limited to the columns of the problem's reduction."""
     if not problem.reduction:
         return tiling
-    columns = COLUMNS[problem.reduction]
+    columns = BLOCK_SIZES[problem.reduction]
     refined = max(1, columns // padded(max(1, problem.spec.num_children)))
     return replace(
         tiling,
@@ -60,7 +60,7 @@ def meets_keys(problem: Problem) -> bool:
 def _without_keys(problem: Problem) -> AttentionTiling:
     spec, dtype, has_mma = problem.spec, problem.dtype, problem.instructions == "mma"
     head_dim = problem.query.shape[3]
-    _, parent_rows, child_rows = padded_sizes(head_dim, spec.num_parents, spec.num_children)
+    _, parent_rows, child_rows = problem.padded_sizes
     child_rows = max(1, child_rows)
     tile_rows = padded(spec.query_tile, 16)
     tiling = AttentionTiling(
@@ -84,7 +84,7 @@ def _without_keys(problem: Problem) -> AttentionTiling:
     if not spec.refines_some:
         tiling = replace(tiling, parent_block=32)
     if 64 < head_dim < 96:
-        return replace(tiling, rest_columns=32)
+        return replace(tiling, rest_dims=32)
     if tiling.parent_block <= 64:
         tiling = replace(tiling, parents_per_block=few_parents)
         if head_dim <= 64 and problem.instructions == "wgmma":
@@ -147,7 +147,7 @@ def precompute_tiling(problem: Problem) -> PrecomputeTiling:
     tiling = _precompute_tiling(problem)
     if not problem.reduction:
         return tiling
-    columns = COLUMNS[problem.reduction]
+    columns = BLOCK_SIZES[problem.reduction]
     return replace(
         tiling,
         sort_keys=columns,
@@ -161,8 +161,8 @@ def precompute_tiling(problem: Problem) -> PrecomputeTiling:
 
 def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     spec, means = problem.spec, problem.spec.means
-    batch, heads, num_keys, head_dim = problem.key.shape
-    padded_dim, _, _ = padded_sizes(head_dim, spec.num_parents, spec.num_children)
+    batch, heads, num_keys, _ = problem.key.shape
+    padded_dim, _, _ = problem.padded_sizes
     most_chunks = 16 if spec.num_children == 0 else 64 if spec.num_parents <= 64 else 32
     # Enough pieces to fill the GPU, however the keys are distributed over the parents.
     piece_keys = batch * heads * num_keys * padded_dim >> 16
@@ -255,11 +255,9 @@ class GradientTiling:
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
     """The tiling of the gradients, measured on an H200."""
-    spec, is_large = problem.spec, problem.instructions == "wgmma"
+    is_large = problem.instructions == "wgmma"
     head_dim = problem.query.shape[3]
-    padded_dim, parent_rows, child_rows = padded_sizes(
-        head_dim, spec.num_parents, spec.num_children
-    )
+    padded_dim, parent_rows, child_rows = problem.padded_sizes
     child_rows = max(1, child_rows)
     leaf_numbers = child_rows * padded(2 * head_dim)
     choice = AttentionTiling(
@@ -270,7 +268,7 @@ def gradient_tiling(problem: Problem) -> GradientTiling:
     )
     return GradientTiling(
         choice=_reduced(choice, problem),
-        columns=min(64 if is_large else 32, COLUMNS[problem.reduction]),
+        columns=min(64 if is_large else 32, BLOCK_SIZES[problem.reduction]),
         # One warp is an order of magnitude faster than four while its sums fit registers.
         leaf_tiles=max(1, 2048 // leaf_numbers),
         leaf_warps=max(1, leaf_numbers // 2048),

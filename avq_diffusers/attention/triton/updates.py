@@ -21,24 +21,22 @@ from avq_diffusers.attention.triton.codewords import padded_sizes
 from avq_diffusers.attention.triton.launch import (
     MOST_PLANS,
     Launch,
-    Part,
+    Memory,
     Plan,
-    Pointer,
-    address,
+    addresses_of,
     aligned,
     capability_of,
-    group,
     kernel_layout,
 )
 from avq_diffusers.attention.triton.pieces import Chunks
-from avq_diffusers.attention.triton.problem import Layout, Strides, strides_of
+from avq_diffusers.attention.triton.problem import Given, Layout, Strides, alignment_of, pointers_of
 from avq_diffusers.attention.triton.rows import (
     KeySizes,
     ParentPointers,
-    best_of_loaded_tiles,
-    best_of_tile,
+    best_of_block,
+    best_of_blocks,
     first_maximum,
-    head_start,
+    head_of_program,
     load_parents,
     own_parents,
     product,
@@ -60,8 +58,9 @@ def updated_parents(key: Tensor, key_order: Tensor | None, spec: Spec) -> Tensor
         has_parents = parents is not None
         gpu = key.device, capability_of(key.device)
         plan = _plan(*gpu, key.dtype, Layout.of(key), order_dtype, has_parents, spec)
-        inputs = {"key": address(key), "key_order": address(key_order), "parents": address(parents)}
-        parents = plan.part(plan.run(inputs, key.device), "updated")
+        key_at, order_at, parents_at = addresses_of(key, key_order, parents)
+        given = Given(key=key_at, key_order=order_at, parents=parents_at)
+        parents = plan.run(given, key.device)
     assert parents is not None
     return parents
 
@@ -88,40 +87,42 @@ def _plan(
     padded_dim, parent_rows, _ = padded_sizes(head_dim, spec.num_parents, 0)
     tiling = update_tiling(capability, key.shape, dtype, parent_rows)
     num_chunks = -(-num_keys // tiling.chunk_keys)
-    align, (key_strides,) = strides_of(key)
-    heads = (batch, num_heads)
-    parts = {
-        "sums": Part((*heads, num_chunks, parent_rows, padded_dim), torch.float32),
-        "counts": Part((*heads, num_chunks, parent_rows), torch.int32),
-        "updated": Part((*heads, spec.num_parents, head_dim), dtype),
-    }
-    pointers = {name: Pointer(name, part.dtype) for name, part in parts.items()} | {
-        "key": Pointer("key", dtype),
-        "key_order": None if order_dtype is None else Pointer("key_order", order_dtype),
-        "parents": Pointer("parents", dtype) if has_parents else None,
-        "stored_codes": None,
-        "bias": None,
-    }
+    memory = Memory(len(Given._fields))
+    parents_dtype = dtype if has_parents else None
+    given = pointers_of(Given(key=dtype, key_order=order_dtype, parents=parents_dtype))
+    rows = (batch, num_heads, num_chunks, parent_rows)
+    updated = memory.add((batch, num_heads, spec.num_parents, head_dim), dtype)
+    sizes = KeySizes(
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        NUM_PARENTS=spec.num_parents,
+        PARENT_ROWS=parent_rows,
+        ALIGN=alignment_of(key),
+        UPDATED=has_parents,
+        ORDERED=order_dtype is not None,
+    )
     arguments = {
-        "key_ptr": pointers["key"],
-        "updated_ptr": pointers["updated"],
-        "source": group(ParentPointers, pointers),
-        "cells": group(SumPointers, pointers),
-        "key_strides": key_strides,
+        "key_ptr": given.key,
+        "updated_ptr": updated,
+        "source": ParentPointers(None, None, given.parents, given.key_order),
+        "cells": SumPointers(
+            memory.add((*rows, padded_dim), torch.float32), memory.add(rows, torch.int32)
+        ),
+        "key_strides": key.divided(sizes.ALIGN),
         "chunks": Chunks(num_keys, tiling.chunk_keys, num_chunks),
-        "SIZES": KeySizes(head_dim, padded_dim, spec.num_parents, parent_rows, align),
+        "SIZES": sizes,
         "KEYS": tiling.keys,
         "PARENTS": tiling.parents,
         "ROWS": tiling.rows,
     }
-    tiles = (num_heads, batch, num_chunks * (parent_rows // tiling.parents))
-    rows = (num_heads, batch, parent_rows // tiling.rows)
+    by_chunk = (num_heads, batch, num_chunks * (parent_rows // tiling.parents))
+    by_rows = (num_heads, batch, parent_rows // tiling.rows)
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     launches = [
-        Launch(cell_sums_kernel, tiles, arguments, **options),
-        Launch(cell_means_kernel, rows, arguments, **options),
+        Launch(cell_sums_kernel, by_chunk, arguments, **options),
+        Launch(cell_means_kernel, by_rows, arguments, **options),
     ]
-    return Plan(parts, launches)
+    return Plan(memory, launches, result=updated)
 
 
 @triton.jit
@@ -137,45 +138,33 @@ def cell_sums_kernel(
 ):
     """Sum the keys of PARENTS parents in one chunk of one head's keys."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
-    head = tl.program_id(0)
-    batch = tl.program_id(1)
+    head = head_of_program(key_ptr, source, key_strides, chunks.num_keys, SIZES)
     chunk = tl.program_id(2) % chunks.number
     first_row = tl.program_id(2) // chunks.number * PARENTS
-    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
-    batch_chunk = batch_head * chunks.number + chunk
+    batch_chunk = head.batch_head * chunks.number + chunk
     first = chunk * chunks.length
     length = tl.minimum(chunks.length, chunks.num_keys - first)
-
-    stride = key_strides.token.to(tl.int64) * SIZES.ALIGN
-    head_ptr = key_ptr + head_start(key_strides, batch, head, SIZES.ALIGN)
-    key_ptr = head_ptr + first * stride
-    if source.parents is not None:
-        parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
-        source = ParentPointers(None, None, parents_ptr, None)
-
+    stride = head.stride.to(tl.int64) * SIZES.ALIGN
+    key_ptr = head.key + first * stride
     if PARENT_ROWS == PARENTS:
-        all_parents = tl.arange(0, PARENTS)
-        codes, bias = load_parents(
-            head_ptr, source, all_parents, stride // SIZES.ALIGN, chunks.num_keys, SIZES
-        )
+        codes, bias = load_parents(head, tl.arange(0, PARENTS), SIZES)
+
     parents = first_row + tl.arange(0, PARENTS)
     rows = tl.arange(0, KEYS)
-    columns = tl.arange(0, SIZES.PADDED_DIM)
-    # (KEYS, DP) Offsets within a tile fit 32 bits; the tile's offset is a scalar.
-    offsets = rows[:, None] * stride.to(tl.int32) + columns[None, :]
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    # (KEYS, DP) Offsets within a block fit 32 bits; the block's offset is a scalar.
+    offsets = rows[:, None] * stride.to(tl.int32) + dims[None, :]
     sums = tl.zeros([PARENTS, SIZES.PADDED_DIM], tl.float32)
     counts = tl.zeros([PARENTS], tl.int32)
-    for tile in tl.range(0, length, KEYS):
+    for block in tl.range(0, length, KEYS):
         # (KEYS, DP)
-        is_key = tile + rows < length
-        mask = is_key[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
-        key = tl.load(key_ptr + tile * stride + offsets, mask=mask, other=0.0)
+        is_key = block + rows < length
+        mask = is_key[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
+        key = tl.load(key_ptr + block * stride + offsets, mask=mask, other=0.0)
         if PARENT_ROWS == PARENTS:
-            best, parent = best_of_tile(key, codes, bias, 0, PARENT_ROWS - 1)
+            best, parent = best_of_block(key, codes, bias, 0, PARENT_ROWS - 1)
         else:
-            best, parent = best_of_loaded_tiles(
-                key, head_ptr, source, stride // SIZES.ALIGN, chunks.num_keys, SIZES, PARENTS
-            )
+            best, parent = best_of_blocks(key, head, SIZES, PARENTS)
         _, parent = first_maximum(best, parent, PARENT_ROWS - 1)
 
         # (PARENTS, KEYS)
@@ -184,7 +173,7 @@ def cell_sums_kernel(
         counts += tl.sum(is_of_parent.to(tl.int32), axis=1)
 
     sum_rows = (batch_chunk * PARENT_ROWS + parents)[:, None] * SIZES.PADDED_DIM
-    tl.store(cells.sums + sum_rows + columns[None, :], sums)
+    tl.store(cells.sums + sum_rows + dims[None, :], sums)
     tl.store(cells.counts + batch_chunk * PARENT_ROWS + parents, counts)
 
 
@@ -203,30 +192,21 @@ def cell_means_kernel(
 
     updated: (B, H, M0, D), dtype of the keys.
     """
-    head = tl.program_id(0)
-    batch = tl.program_id(1)
-    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
-    key_ptr += head_start(key_strides, batch, head, SIZES.ALIGN)
-    if source.parents is not None:
-        parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
-        source = ParentPointers(None, None, parents_ptr, None)
-
+    head = head_of_program(key_ptr, source, key_strides, chunks.num_keys, SIZES)
     # (ROWS, DP)
     parents = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, SIZES.PADDED_DIM)
+    dims = tl.arange(0, SIZES.PADDED_DIM)
     is_parent = parents < SIZES.NUM_PARENTS
-    former = own_parents(
-        key_ptr, source, parents, key_strides.token, chunks.num_keys, is_parent, SIZES
-    )
+    former = own_parents(head, parents, is_parent, SIZES)
     sums = tl.zeros([ROWS, SIZES.PADDED_DIM], tl.float32)
     counts = tl.zeros([ROWS], tl.int32)
     for chunk in tl.range(0, chunks.number):
-        rows = (batch_head * chunks.number + chunk) * SIZES.PARENT_ROWS + parents
-        sums += tl.load(cells.sums + rows[:, None] * SIZES.PADDED_DIM + columns[None, :])
+        rows = (head.batch_head * chunks.number + chunk) * SIZES.PARENT_ROWS + parents
+        sums += tl.load(cells.sums + rows[:, None] * SIZES.PADDED_DIM + dims[None, :])
         counts += tl.load(cells.counts + rows)
 
     means = sums / tl.maximum(counts, 1).to(tl.float32)[:, None]
     means = tl.where((counts > 0)[:, None], means.to(former.dtype), former)
-    rows = batch_head * SIZES.NUM_PARENTS + parents
-    mask = is_parent[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
-    tl.store(updated_ptr + rows[:, None] * SIZES.HEAD_DIM + columns[None, :], means, mask=mask)
+    rows = head.batch_head * SIZES.NUM_PARENTS + parents
+    mask = is_parent[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
+    tl.store(updated_ptr + rows[:, None] * SIZES.HEAD_DIM + dims[None, :], means, mask=mask)
