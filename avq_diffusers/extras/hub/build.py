@@ -40,7 +40,7 @@ def build(folder: Path, repo_id: str) -> None:
         repo_id: the repository's Hub id.
     """
     backends = json.dumps(BACKENDS)
-    values = {**GENERAL, "backends": backends, "repo_id": repo_id, "limits": limits()}
+    values = {**GENERAL, "backends": backends, "repo_id": repo_id, "limits": _limits()}
     for path in (x for x in OWN.rglob("*.*") if x.suffix != ".pyc"):
         target = folder / path.relative_to(OWN)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,17 +52,17 @@ def build(folder: Path, repo_id: str) -> None:
         name = path.relative_to(LIBRARY)
         if name.as_posix() not in UNUSED:
             (package / name).parent.mkdir(exist_ok=True)
-            (package / name).write_text(exported(path))
+            (package / name).write_text(_exported(path))
     content = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
     for backend in BACKENDS:
         identity = f"_{module}_{backend}_{sha256(content.encode()).hexdigest()[:7]}"
         variant = folder / "build" / f"torch-{backend}"
         shutil.copytree(package, variant)
         (variant / "_ops.py").write_text(OPS.format(id=identity))
-        write_metadata(variant, backend, identity)
+        _write_metadata(variant, backend, identity)
 
 
-def exported(path: Path) -> str:
+def _exported(path: Path) -> str:
     """A library module, rewritten as a module of the kernel."""
     text, root = path.read_text(), "." * len(path.relative_to(LIBRARY).parts)
     text, num_operators = re.subn(r'"avq_diffusers::(\w+)"', r'add_op_namespace_prefix("\1")', text)
@@ -72,7 +72,7 @@ def exported(path: Path) -> str:
     return text.replace("from avq_diffusers.", f"from {root}")
 
 
-def limits() -> str:
+def _limits() -> str:
     """What the kernels need, for the README and the card."""
     of = {name: limit.value for name, limit in LIMITS["triton"].items()}
     (vendor,), (major, minor), head_dims = of["vendor"], of["capability"], of["head dim"]
@@ -89,7 +89,7 @@ def limits() -> str:
     )
 
 
-def write_metadata(variant: Path, backend: str, identity: str) -> None:
+def _write_metadata(variant: Path, backend: str, identity: str) -> None:
     """Write what `kernels` reads before it loads a build."""
     digests = {
         path.relative_to(variant).as_posix(): b64encode(sha256(path.read_bytes()).digest()).decode()
