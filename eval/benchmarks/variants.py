@@ -219,9 +219,9 @@ def costs(compiled: triton.compiler.CompiledKernel) -> Row:
 
 def _kind_of(value: Pointer | int | None) -> str:
     """An argument's type in the compiler's notation."""
-    if isinstance(value, Pointer):
-        return POINTERS[value.dtype]
-    return "constexpr" if value is None else "i32"
+    if value is None:
+        return "*u8"
+    return POINTERS[value.dtype] if isinstance(value, Pointer) else "i32"
 
 
 def _leaves(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:

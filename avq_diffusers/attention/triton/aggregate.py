@@ -284,7 +284,7 @@ def _pieces_of_head(pieces, batch_head, num_pieces, SIZES, CELLS):
     return PiecePointers(
         pieces.piece_sums + first * ((2 if SIZES.MEANS else 1) * SIZES.PADDED_DIM),
         pieces.piece_counts + first,
-        pieces.piece_squares + first if SIZES.MEANS else None,
+        pieces.piece_squares + first,
     )
 
 
@@ -294,11 +294,12 @@ def _tables_of_head(tables, batch_head, SIZES, CELLS):
     CODE_ROWS: tl.constexpr = CELLS.ROWS if SIZES.MEANS else CELLS.ROWS - CELLS.PARENT_ROWS
     row = batch_head * CELLS.ROWS
     return Tables(
-        tables.codes + row * SIZES.PADDED_DIM if SIZES.MEANS else None,
+        tables.codes + row * SIZES.PADDED_DIM,
         tables.mean_values + row * CELLS.VALUE_WIDTH,
         tables.log_counts + batch_head * CODE_ROWS,
-        tables.variance + batch_head * CELLS.PARENT_ROWS if SIZES.MEANS else None,
-        tables.row_weight + row if CELLS.EXACT_KEYS else None,
+        tables.variance + batch_head * CELLS.PARENT_ROWS,
+        tables.row_weight + row,
+        tables.refined,
     )
 
 
@@ -333,9 +334,9 @@ def aggregate_kernel(
     at = HeadOfPieces(
         value_ptr + head_start(value_strides, head.batch, head.head, SIZES.ALIGN),
         value_strides.token,
-        sort.square + first_key if SIZES.MEANS else None,
-        leaf_ptr + first_key if CELLS.LEAVES else None,
-        centre_ptr + centre_head * SIZES.PADDED_DIM if SIZES.MEANS else None,
+        sort.square + first_key,
+        leaf_ptr + first_key,
+        centre_ptr + centre_head * SIZES.PADDED_DIM,
         _pieces_of_head(pieces, head.batch_head, num_pieces, SIZES, CELLS),
         _tables_of_head(tables, head.batch_head, SIZES, CELLS),
     )

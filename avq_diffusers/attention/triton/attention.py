@@ -92,8 +92,8 @@ def tables_of_tile(tables, tile, SIZES):
         tables.codes + code_head * (SIZES.CODE_ROWS * SIZES.PADDED_DIM),
         tables.mean_values + tile.batch_head * (SIZES.ROWS * SIZES.VALUE_WIDTH),
         tables.log_counts + tile.batch_head * SIZES.CODE_ROWS,
-        tables.variance + tile.batch_head * SIZES.PARENT_ROWS if SIZES.MEANS else None,
-        tables.row_weight + tile.batch_head * SIZES.ROWS if SIZES.EXACT_KEYS else None,
+        tables.variance + tile.batch_head * SIZES.PARENT_ROWS,
+        tables.row_weight + tile.batch_head * SIZES.ROWS,
         tables.refined + tile.number * SIZES.NUM_REFINED,
     )
 

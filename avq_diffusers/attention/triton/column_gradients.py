@@ -193,8 +193,8 @@ def _gradients_of_tile(gradients, exact, sinks, place, SIZES):
     """The `ColumnGradients` of a query tile."""
     COLUMNS: tl.constexpr = SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
     ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
-    exact_column_ptr = None
-    sink_column_ptr = None
+    exact_column_ptr = gradients.exact_column
+    sink_column_ptr = gradients.sink_column
     if SIZES.EXACT_KEYS:
         exact_column_ptr = gradients.exact_column + place.number * exact.budget * ROW
     if SIZES.SINKS:

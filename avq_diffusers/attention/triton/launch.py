@@ -1,7 +1,8 @@
 """Launches with low host overhead: whatever depends on the problem only is computed once.
 
 A plan's pointers are places in a list of addresses, which a run makes anew: tensors that the call
-gives, parts of one allocation, and None.
+gives, parts of one allocation, and the allocation itself in place of absent ones, which no kernel
+reads.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -122,7 +123,7 @@ class Launch:
             self.direct(stream, (*[find(addresses) for find in self._addresses], *self._values))
             return
         filled = {
-            name: each(lambda x: addresses[x.place] if isinstance(x, Pointer) else x, value)
+            name: each(lambda x: x if isinstance(x, int) else addresses[_place(x)], value)
             for name, value in self.arguments.items()
         }
         constants = self.constants if IS_INTERPRETED else self.compiled_constants()
@@ -146,9 +147,12 @@ def _holds_numbers(value: Any) -> bool:
 
 
 def _places(value: Any) -> list[int]:
-    """The places of a pointer or a tuple of pointers; the last, which holds None, of None."""
-    pointers = value if isinstance(value, tuple) else (value,)
-    return [-1 if x is None else x.place for x in pointers]
+    """The places of a pointer or a tuple of pointers; the last is that of absent ones."""
+    return [_place(x) for x in (value if isinstance(value, tuple) else (value,))]
+
+
+def _place(pointer: Pointer | None) -> int:
+    return -1 if pointer is None else pointer.place
 
 
 def _representative(value: Pointer | int | None) -> Any:
@@ -157,10 +161,8 @@ def _representative(value: Pointer | int | None) -> Any:
     A pointer is aligned to 16 bytes. A number only determines its bit width, because it varies
     between calls: the compiler would specialise on 1 and on multiples of 16.
     """
-    if isinstance(value, Pointer):
-        return any_pointer(value.dtype)
-    if value is None:
-        return None
+    if value is None or isinstance(value, Pointer):
+        return any_pointer(torch.uint8 if value is None else value.dtype)
     return 3 if -(2**31) <= value < 2**31 else 2**32 + 3
 
 
@@ -194,9 +196,9 @@ class Plan:
         if IS_DIRECT:
             stream = current_stream(device.index)
             first = allocation.data_ptr()
-            addresses = [*given, *[first + start for start in self._starts], None]
+            addresses = [*given, *[first + start for start in self._starts], first]
         else:
-            addresses = [*given, *[part.of(allocation) for part in self._parts], None]
+            addresses = [*given, *[part.of(allocation) for part in self._parts], allocation]
         if not self._is_compiled:
             self._compile(device)
         for launch in self.launches:

@@ -78,10 +78,11 @@ def head_of_program(key_ptr, source, strides, num_keys, SIZES):
     key_ptr += head_start(strides, batch, head, SIZES.ALIGN)
     if SIZES.STORED:
         codes_ptr = source.stored_codes + head * SIZES.CODE_ROWS * SIZES.PADDED_DIM
-        source = ParentPointers(codes_ptr, source.bias + head * SIZES.CODE_ROWS, None, None)
+        bias_ptr = source.bias + head * SIZES.CODE_ROWS
+        source = ParentPointers(codes_ptr, bias_ptr, source.parents, source.key_order)
     elif SIZES.UPDATED:
         parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
-        source = ParentPointers(None, None, parents_ptr, None)
+        source = ParentPointers(source.stored_codes, source.bias, parents_ptr, source.key_order)
     return HeadOfKeys(batch, head, batch_head, key_ptr, strides.token, num_keys, source)
 
 

@@ -227,7 +227,7 @@ def _at_chunk(sort, head, chunks, index, SIZES, BLOCKS):
         sort.count + batch_chunk * BLOCKS.STRIPS * PARENT_ROWS,
         sort.start + (head.batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + index),
         sort.ticket + head.batch_head * PARENT_ROWS,
-        sort.square + first_key if SIZES.MEANS else None,
+        sort.square + first_key,
     )
     return Chunk(first, length, chunks.length // BLOCKS.STRIPS), at
 
