@@ -1,11 +1,15 @@
 """`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from avq_diffusers.attention import operators, reference, torch_backward
+from avq_diffusers.attention.guarded import kernels
 from avq_diffusers.attention.limits import LIMITS, faults, obstacles
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.codebook import Codebook
@@ -136,13 +140,14 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor,
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
-    backend = _settled_backend(tensors, spec, backend)
+    settled = _settle(tensors, spec, backend)
+    backend = settled.backend
     _refuse_transforms(backend, *tensors.tokens())
     query, key, value = tensors[:3]
     if backend == "triton":
         needs_grad = _needs_grad(*tensors.tokens())
         if not needs_grad and not _is_watched(query, key, value):
-            return operators.by_kernels(tensors, spec), backend
+            return _by_kernels(tensors, spec, settled), backend
         # No gradient for the codebook, even if it requires one.
         with torch.set_grad_enabled(needs_grad):
             return operators.kernel_attention(*tensors, spec.numbers), backend
@@ -164,26 +169,56 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor,
     return output.transpose(1, 2).contiguous().transpose(1, 2), backend
 
 
-# The backend of each checked call on a GPU.
-_settled: dict[tuple[object, ...], str] = {}
+@dataclass
+class _Settled:
+    """What calls that look alike share.
+
+    Attributes:
+        backend: the one that runs them.
+        repeat: runs the kernels again once a call has run; returns None where that is not possible.
+    """
+
+    backend: str
+    repeat: Callable[[Tensors], Tensor | None] | None = None
+
+
+# On a GPU, by all that checks and launches depend on.
+_settled: dict[tuple[object, ...], _Settled] = {}
 _MOST_SETTLED = 512
 
 
-def _settled_backend(tensors: Tensors, spec: Spec, backend: str) -> str:
+def _settle(tensors: Tensors, spec: Spec, backend: str) -> _Settled:
     """Check a call and choose its backend: on a GPU once for all calls that look the same."""
     query = tensors.query
     if not isinstance(query, Tensor) or not query.is_cuda or torch.compiler.is_compiling():
         tensors.check(spec)
-        return resolve_backend(backend, tensors, spec)
+        return _Settled(resolve_backend(backend, tensors, spec))
     call = (spec, backend, torch.is_grad_enabled(), len(faults), *map(_look, tensors))
     settled = _settled.get(call)
     if settled is None:
         tensors.check(spec)
-        settled = resolve_backend(backend, tensors, spec)
+        settled = _Settled(resolve_backend(backend, tensors, spec))
         if len(_settled) >= _MOST_SETTLED:
             _settled.clear()
         _settled[call] = settled
     return settled
+
+
+def _by_kernels(tensors: Tensors, spec: Spec, settled: _Settled) -> Tensor:
+    """`operators.by_kernels`; without codebook and updates, later calls repeat the first launches."""
+    if not tensors.query.is_cuda:
+        return operators.by_kernels(tensors, spec)
+    if settled.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
+        output = settled.repeat(tensors)
+        if output is not None:
+            return output
+    num_faults = len(faults)
+    output = operators.by_kernels(tensors, spec)
+    is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
+    # A call in a CUDA graph may not have been checked.
+    if is_whole and len(faults) == num_faults and not torch.cuda.is_current_stream_capturing():
+        settled.repeat = kernels().call.repetition(tensors, spec)
+    return output
 
 
 def _look(x: object) -> object:

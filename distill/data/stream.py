@@ -1,5 +1,6 @@
 """`EncodedSamples`: endless batches of encoded samples, in the same order on every run."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -154,12 +155,21 @@ def load_batches(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # leaves torch's global generator alone
+        worker_init_fn=keep_inherited_objects,
     )
     with report_dead_workers():
         for batch in loader:
             if isinstance(batch, REPORTED):
                 raise batch
             yield batch
+
+
+def keep_inherited_objects(worker: int) -> None:
+    """Keep the garbage of the main process in a forked worker.
+
+    An image decoder whose threads only the main process has would wait for them forever.
+    """
+    gc.freeze()
 
 
 @contextmanager

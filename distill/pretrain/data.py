@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from avq_diffusers.mini import corrupt, render, sample_scene
+from distill.data.stream import keep_inherited_objects
 
 BATCH = 128
 
@@ -59,6 +60,7 @@ def render_batches(
         batch_size=BATCH,
         num_workers=workers,
         generator=torch.Generator(),  # or the global one would advance
+        worker_init_fn=keep_inherited_objects,
     )
     with tqdm(total=len(seeds), desc=progress, disable=progress is None, mininterval=2) as bar:
         for images, captions, has_copies in loader:

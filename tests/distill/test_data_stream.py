@@ -1,6 +1,8 @@
 """Broken samples, workers, the order of samples, and their noise."""
 
+import gc
 import multiprocessing
+import os
 from dataclasses import replace
 from io import BytesIO
 from itertools import islice
@@ -113,6 +115,33 @@ def test_what_a_worker_raises_is_not_taken_for_its_death(error, message, workers
     samples.error = error
     with pytest.raises(type(error), match=rf"(?s)\A{message}\Z"):
         next(load_batches(samples, [[0]], workers, torch.device("cpu")))
+
+
+class Garbage:
+    """Part of a cycle that only the garbage collector frees."""
+
+    def __init__(self, path):
+        self.path, self.itself = path, self
+
+    def __del__(self):
+        self.path.write_text(str(os.getpid()))
+
+
+class Collecting(Dataset):
+    def __getitem__(self, index):
+        gc.collect()
+        return index
+
+
+def test_workers_leave_the_garbage_of_the_main_process(tmp_path):
+    """Catches a worker that ends an image decoder and waits for its threads, which it lacks."""
+    gc.disable()
+    try:
+        Garbage(tmp_path / "collected by")
+        assert next(load_batches(Collecting(), [[0]], 1, torch.device("cpu"))) == 0
+        assert not [*tmp_path.iterdir()]
+    finally:
+        gc.enable()
 
 
 def test_a_killed_worker_ends_in_one_sentence():

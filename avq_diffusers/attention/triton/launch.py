@@ -222,6 +222,15 @@ def addresses_of(*tensors: Tensor | None) -> list[Address]:
     return [x.data_ptr() if x is not None and IS_DIRECT else x for x in tensors]
 
 
+def are_aligned(addresses: Sequence[Address]) -> bool:
+    """Whether kernels can read from all these addresses."""
+    every = 0
+    for address in addresses:
+        if address is not None:
+            every |= address if isinstance(address, int) else address.data_ptr()
+    return every % 16 == 0
+
+
 def aligned(order: Tensor | None) -> Tensor | None:
     """The order, copied if kernels cannot read it."""
     return order if order is None or order.data_ptr() % 16 == 0 else order.clone()
