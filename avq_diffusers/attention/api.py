@@ -205,7 +205,7 @@ def _settle(tensors: Tensors, spec: Spec, backend: str) -> _Settled:
 
 
 def _by_kernels(tensors: Tensors, spec: Spec, settled: _Settled) -> Tensor:
-    """`operators.by_kernels`; without codebook and updates, later calls repeat the first launches."""
+    """`operators.by_kernels`; without a codebook or updates, later calls repeat its launches."""
     if not tensors.query.is_cuda:
         return operators.by_kernels(tensors, spec)
     if settled.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
