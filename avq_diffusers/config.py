@@ -72,6 +72,12 @@ class Spec:
     def __str__(self) -> str:
         return self.notation(str(self.num_refined))
 
+    @property
+    def long_name(self) -> str:
+        """The configuration string and everything else that a call's time depends on."""
+        updates = f", {self.num_updates} updates" if self.num_updates else ""
+        return f"{self}, tiles of {self.query_tile}{updates}"
+
     def notation(self, refined: str) -> str:
         """The configuration string with this in place of P."""
         children = f"P{refined}C{self.num_children}" if self.num_children else ""

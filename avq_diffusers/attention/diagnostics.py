@@ -1,17 +1,16 @@
 """How well codewords fit a layer: capture, quantization error, usage.
 
 Every metric has one value per head, (H,): a mean would hide bad heads. Codewords are the ones that
-`avq_attention` uses for the same arguments.
+`avq_attention` uses for the same arguments. Options are its keywords, without values and sinks.
 
 Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.own_codewords import codewords_and_leaves
@@ -23,26 +22,13 @@ from avq_diffusers.config import LARGEST_COUNT, Spec, check_int
 ACTIVE_SHARE = 0.01
 
 
-class DiagnosticOptions(TypedDict, total=False):
-    """Options of `avq_attention`, with its defaults."""
-
-    num_parents: int
-    num_children: int
-    codewords: str
-    num_updates: int
-    query_tile: int
-    query_order: Tensor | None
-    key_order: Tensor | None
-    scale: float | None
-
-
 @torch.no_grad()
 def capture(
     query: Tensor,
     key: Tensor,
     codebook: Codebook | None,
     num_refined: int,
-    **options: Unpack[DiagnosticOptions],
+    **options: Any,
 ) -> Tensor:
     """Share of exact attention that falls on keys of refined parents (paper, Tab. elastic_p).
 
@@ -78,9 +64,7 @@ def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def attention_mass(
-    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
-) -> Tensor:
+def attention_mass(query: Tensor, key: Tensor, codebook: Codebook | None, **options: Any) -> Tensor:
     """Exact attention mass from each query tile to the keys of each parent.
 
     Importance is an estimate of it; the parents with the largest mass are the best to refine
@@ -108,7 +92,7 @@ def refined_parents(
     codebook: Codebook | None,
     num_refined: int,
     importance_tile: int | None = None,
-    **options: Unpack[DiagnosticOptions],
+    **options: Any,
 ) -> Tensor:
     """The parents that AVQ attention refines in each query tile; errors as in `capture`.
 
@@ -126,9 +110,7 @@ def refined_parents(
     return reference.select(_parent_scores(tensors, spec, importance_tile), num_refined)
 
 
-def commitment_loss(
-    key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
-) -> Tensor:
+def commitment_loss(key: Tensor, codebook: Codebook | None, **options: Any) -> Tensor:
     """Mean squared distance of the keys to what represents their leaves.
 
     With stored codewords this is the paper's loss (Tab. perlayer_imagenet); distillation logs and
@@ -152,9 +134,7 @@ def commitment_loss(
     return heads_first(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
 
 
-def quantization_error(
-    key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
-) -> Tensor:
+def quantization_error(key: Tensor, codebook: Codebook | None, **options: Any) -> Tensor:
     """`commitment_loss` for `key`, `codebook` and `options`, divided by the variance of the keys.
 
     Returns:
@@ -165,9 +145,7 @@ def quantization_error(
     return loss / variance.clamp(min=torch.finfo(loss.dtype).tiny)
 
 
-def leaf_counts(
-    key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
-) -> Tensor:
+def leaf_counts(key: Tensor, codebook: Codebook | None, **options: Any) -> Tensor:
     """Number of keys in each leaf; `key`, `codebook`, `options` as in `commitment_loss`.
 
     Returns:
@@ -218,7 +196,7 @@ def _call(
     query: Tensor,
     key: Tensor,
     codebook: Codebook | None,
-    options: DiagnosticOptions,
+    options: Mapping[str, Any],
     num_refined: int = 0,
 ) -> tuple[Tensors, Spec]:
     """The checked call of `avq_attention`, with keys standing in for values."""

@@ -37,7 +37,6 @@ from tqdm import tqdm
 from avq_diffusers import select_layers
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.diagnostics import (
-    DiagnosticOptions,
     active_ratio,
     attention_mass,
     captured_share,
@@ -250,10 +249,8 @@ class _LayerTotals:
         codebook = None
         if tensors.parents is not None:
             codebook = Codebook(tensors.parents, tensors.children)
-        known = {
-            name: getattr(tensors if hasattr(tensors, name) else spec, name)
-            for name in DiagnosticOptions.__annotations__
-        }
+        known = {name: getattr(tensors, name) for name in ("query_order", "key_order", "scale")}
+        known |= {name: x for name, x in asdict(spec).items() if name != "num_refined"}
         self.sizes = {
             "num_parents": spec.num_parents,
             "num_codewords": spec.num_parents * (1 + spec.num_children),

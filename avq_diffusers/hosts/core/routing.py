@@ -75,11 +75,9 @@ class Workload:
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        spec = self.spec
-        updates = f", {spec.num_updates} updates" if spec.num_updates else ""
         return (
             f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {spec}, tiles of {spec.query_tile}{updates}"
+            f"D{self.head_dim}, {self.spec.long_name}"
         )
 
 

@@ -202,11 +202,8 @@ class MeasuredLayer:
             columns = num_tokens if sizes == EXACT else self._spec(sizes).columns
             return 4e-9 * batch * num_heads * num_tokens * columns * head_dim
         self.unit = MILLISECONDS
-        tile, updates = self.config.query_tile, self.config.num_updates
-        name = (
-            f"{sizes} with tiles of {tile} and {updates} updates, {tuple(key.shape)} keys in "
-            f"{str(key.dtype).removeprefix('torch.')}"
-        )
+        what = EXACT if sizes == EXACT else self._spec(sizes).long_name
+        name = f"{what}, {tuple(key.shape)} keys in {str(key.dtype).removeprefix('torch.')}"
         return kept_milliseconds(name, key.device, attend)
 
     def _compile(self, calls: Collection[Callable[[], Tensor]], device: torch.device) -> None:
