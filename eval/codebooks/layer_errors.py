@@ -23,7 +23,7 @@ Codeword metrics are per head; a layer's are means over its heads.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import mean
 from typing import Any
