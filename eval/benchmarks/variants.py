@@ -177,13 +177,12 @@ def launches(case: Case) -> list[Launch]:
 def compiled_for(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
     """The kernel, compiled as for its launch; Triton caches it on disk."""
     names = launch.kernel.arg_names
-    signature = {name: each(_kind_of, launch.arguments.get(name)) for name in names}
+    signature = {name: each(_kind_of, x) for name, x in launch.arguments.items()}
+    signature = {name: signature.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): x for name, x in launch.compiled_constants().items()}
     attributes = {}
     for path, kind in _leaves(tuple(signature.values())):
-        if kind == "constexpr":
-            constants.setdefault(path, None)
-        elif kind.startswith("*"):  # torch aligns what it allocates
+        if kind.startswith("*"):  # torch aligns what it allocates
             attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hub.build import limits
+from avq_diffusers.extras.hub.build import limits
 
 README = Path(__file__).parents[2] / "README.md"
 

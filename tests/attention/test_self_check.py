@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from avq_diffusers import avq_attention
-from avq_diffusers.attention import limits, self_check
+from avq_diffusers.attention import api, limits, self_check
 from avq_diffusers.attention.triton import call, launch, tuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,6 +26,7 @@ def unverified_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "is_verified", lambda device: False)
     monkeypatch.setattr(self_check, "folder", tmp_path / "checks")
     monkeypatch.setattr(self_check, "_passed", set())
+    monkeypatch.setattr(api, "_settled", {})  # else calls repeat launches that have been checked
     yield
     limits.faults.clear()
     call.reductions.clear()

@@ -40,7 +40,7 @@ def build(folder: Path, repo_id: str) -> None:
         repo_id: the repository's Hub id.
     """
     backends = json.dumps(BACKENDS)
-    values = {**GENERAL, "backends": backends, "repo_id": repo_id, "limits": _limits()}
+    values = {**GENERAL, "backends": backends, "repo_id": repo_id, "limits": limits()}
     for path in (x for x in OWN.rglob("*.*") if x.suffix != ".pyc"):
         target = folder / path.relative_to(OWN)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _exported(path: Path) -> str:
     return text.replace("from avq_diffusers.", f"from {root}")
 
 
-def _limits() -> str:
+def limits() -> str:
     """What the kernels need, for the README and the card."""
     of = {name: limit.value for name, limit in LIMITS["triton"].items()}
     (vendor,), (major, minor), head_dims = of["vendor"], of["capability"], of["head dim"]
