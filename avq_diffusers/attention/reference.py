@@ -6,12 +6,36 @@ dtype of the query. Float64 inputs and codewords give a float64 oracle.
 Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children, T query tiles.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
+
+# Queries of a tile that decide its resolution, and the number of keys from which not all do.
+SAMPLE, SAMPLED_FROM = 16, 4096
+
+
+class Quantized(NamedTuple):
+    """The cells and leaves of a call's keys, and what represents them.
+
+    Attributes:
+        cell, leaf: (B, H, S) int64, each key's parent in [0, M0) and its leaf in [0, M0 (1 + C)):
+            what stays with the parents first, then the children.
+        parents, leaves: (B, H, M0, D) and (B, H, M0 (1 + C), D), differentiable with means.
+        straight_through: (B, H, S, D) zeros with the gradient of keys that stored codewords
+            represent.
+    """
+
+    cell: Tensor
+    leaf: Tensor
+    parents: Tensor
+    leaves: Tensor
+    straight_through: Tensor
 
 
 def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = None) -> Tensor:
@@ -32,13 +56,198 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     Returns:
         (B, H, N, D) in the order of `query`.
     """
-    query, key, value, sink_key, sink_value, parents, children, order, key_order, scale = tensors
-    if order is None:
-        order = torch.arange(query.shape[2], device=query.device)
+    query, key, value, sink_key, sink_value, *_, scale = tensors
+    found = quantized(tensors, spec)
+    cell, leaf, num_parents = found.cell, found.leaf, found.parents.shape[2]
+    representatives = torch.cat([found.parents, found.leaves], dim=2)
+    rows = representatives.detach()
+    parents = rows[:, :, :num_parents]
+    counts = _counts(cell, parents)[..., 0].to(parents.dtype)
+    cell_spread = spread(key.detach(), cell, parents)
 
-    fixed_key = key.detach()
+    output = torch.empty_like(query)
+    for tile in _tiles(tensors, spec):
+        tile_query = query[:, :, tile]
+        score = importance(tile_query, parents, counts, scale, importance_tile)
+        if spec.means:
+            score = score * cell_spread
+        refined = select(score, spec.num_refined)
+        row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
+        tile_key = _take(representatives, row).to(key.dtype) + found.straight_through
+        tile_value = value
+        if spec.exact_keys > 0:
+            row_counts = _counts(row, rows)[..., 0]
+            row_spread = spread(key.detach(), row, rows)
+            gain = exact_gain(tile_query, rows, row_spread, parents, counts, scale)
+            exact = select_exact(gain, row_counts, spec.exact_keys)
+            tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
+        if sink_key is not None and sink_value is not None:
+            tile_key = torch.cat([tile_key, sink_key], dim=2)
+            tile_value = torch.cat([value, sink_value], dim=2)
+        output[:, :, tile] = F.scaled_dot_product_attention(
+            tile_query, tile_key, tile_value, scale=scale
+        )
+    return output
+
+
+def threshold_attention(tensors: Tensors, spec: Spec, threshold: float) -> Tensor:
+    """Attention at the resolution that an error per column asks for, with the first-order term.
+
+    Each tile shows a cell at the coarsest of three levels, its parent, its leaves or its keys, at
+    which a further column would mend at most `threshold`: the attention to it times the variance of
+    the logits that the column would resolve. 0 is exact attention, infinity flat VQ. No other
+    backend implements it yet.
+
+    Values inside a leaf follow its keys: with C of `first_order` and r_i, the spread that query i
+    sees, the output gains r_i / (1 + r_i |q_i|^2 / D) C q_i, for queries q_i times the scale.
+
+    The gradient treats the choice of levels as constant.
+
+    Args:
+        tensors: the inputs, without a codebook.
+        spec: the options; means represent the keys, and `num_refined` and `exact_keys` do not
+            matter.
+        threshold: at least 0.
+
+    Returns:
+        (B, H, N, D) in the order of `query`.
+    """
+    query, key, value, sink_key, sink_value, *_, scale = tensors
+    found = quantized(tensors, spec)
+    cell, leaf, num_parents = found.cell, found.leaf, found.parents.shape[2]
+    representatives = torch.cat([found.parents, found.leaves], dim=2)
+    # Differentiable: queries see less of a leaf whose keys come closer.
+    spreads = spread(key, cell, found.parents), spread(key, leaf, found.leaves)
+    matrix = first_order(key, value, leaf, found.leaves)
+
+    output = torch.empty_like(query)
+    for tile in _tiles(tensors, spec):
+        tile_query = scale * query[:, :, tile]
+        refined, exact = resolution(tile_query, found, *spreads, sink_key, threshold)
+        is_refined, is_exact = refined.gather(-1, cell), exact.gather(-1, leaf)
+
+        row = torch.where(is_refined, num_parents + leaf, cell)
+        tile_key = torch.where(is_exact[..., None], key, _take(representatives, row))
+        tile_spread = torch.cat(spreads, dim=2).gather(-1, row).masked_fill(is_exact, 0)
+        tile_value = value
+        if sink_key is not None and sink_value is not None:
+            tile_key = torch.cat([tile_key, sink_key], dim=2)
+            tile_value = torch.cat([value, sink_value], dim=2)
+            tile_spread = F.pad(tile_spread, (0, sink_key.shape[2]))
+        weights = (tile_query @ tile_key.mT).softmax(dim=-1)
+        seen = weights @ tile_spread[..., None]
+        guard = 1 + seen * tile_query.square().mean(dim=-1, keepdim=True)
+        output[:, :, tile] = weights @ tile_value + seen / guard * (tile_query @ matrix.mT)
+    return output
+
+
+@torch.no_grad()
+def resolution(
+    tile_query: Tensor,
+    found: Quantized,
+    cell_spread: Tensor,
+    leaf_spread: Tensor,
+    sink_key: Tensor | None,
+    threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """Which parents a tile refines, and of which leaves it sees the keys.
+
+    Args:
+        tile_query: (B, H, I, D), times the scale.
+        found: the cells and leaves.
+        cell_spread, leaf_spread: (B, H, M0) and (B, H, M), variances of their keys.
+        sink_key: (B, H, T, D) or None.
+        threshold: as in `threshold_attention`.
+
+    Returns:
+        (B, H, M0) and (B, H, M) bool; only leaves of refined parents show their keys.
+    """
+    num_parents, num_leaves = found.parents.shape[2], found.leaves.shape[2]
+    size = tile_query.square().mean(dim=(2, 3))[..., None]  # (B, H, 1)
+    cell_mass, leaf_mass = _masses(tile_query, found, sink_key)
+    leaf_counts = _counts(found.leaf, found.leaves)[..., 0].to(size.dtype)
+    parent_of_leaf = torch.arange(num_leaves, device=size.device) - num_parents
+    parent_of_leaf = parent_of_leaf // max(1, num_leaves // num_parents - 1)
+    parent_of_leaf[:num_parents] = torch.arange(num_parents)  # what stays
+
+    def sums(of_leaves: Tensor) -> Tensor:
+        return torch.zeros_like(cell_mass).index_add(-1, parent_of_leaf, of_leaves)
+
+    inside = sums(leaf_counts * leaf_spread) / sums(leaf_counts).clamp(min=1)
+    further = sums((leaf_counts > 0).to(size.dtype)) - 1
+    gain = cell_mass * (growth(size * cell_spread) - growth(size * inside)) / further.clamp(min=1)
+    refined = (further <= 0) | (gain > threshold)
+    gain = leaf_mass * growth(size * leaf_spread) / leaf_counts.clamp(min=1)
+    return refined, refined[:, :, parent_of_leaf] & (gain > threshold)
+
+
+def growth(x: Tensor) -> Tensor:
+    """exp(x) - 1, continued by its tangent from 20 on.
+
+    Args:
+        x: variances of logits, of any shape. Logits that vary a lot inside a leaf hide
+            exponentially more attention than its mean shows.
+    """
+    return torch.expm1(x.clamp(max=20)) + math.exp(20) * (x - 20).clamp(min=0)
+
+
+def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Tensor:
+    """How values inside leaves follow their keys: one matrix per head.
+
+    Args:
+        key, value: (B, H, S, D).
+        leaf: (B, H, S), each key's leaf.
+        leaves: (B, H, M, D), the means of their keys.
+
+    Returns:
+        (B, H, D, D), the covariance of values and keys around the means of their leaves, divided by
+        the variance of the keys; 0 where no leaf has two keys.
+    """
+    key_offsets = key - _take(leaves, leaf)
+    value_offsets = value - _take(_means(value, leaf, leaves), leaf)
+    variance = key_offsets.square().sum(dim=(2, 3))[..., None, None]
+    tiny = torch.finfo(variance.dtype).tiny
+    return value_offsets.mT @ key_offsets / variance.clamp(min=tiny)
+
+
+@torch.no_grad()
+def _masses(tile_query: Tensor, found: Quantized, sink_key: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean attention of a tile's queries to parents and leaves, (B, H, M0) and (B, H, M).
+
+    The softmax denominator runs over parents and sinks. From 4096 keys on, `SAMPLE` evenly spaced
+    queries decide.
+    """
+    if found.cell.shape[2] >= SAMPLED_FROM:
+        length = tile_query.shape[2]
+        places = torch.arange(min(SAMPLE, length)) * length // min(SAMPLE, length)
+        tile_query = tile_query[:, :, places]
+    parents, leaves = (
+        tile_query @ rows.mT + _counts(index, rows).mT.to(rows.dtype).log()
+        for index, rows in ((found.cell, found.parents), (found.leaf, found.leaves))
+    )
+    seen = parents if sink_key is None else torch.cat([parents, tile_query @ sink_key.mT], dim=-1)
+    denominator = seen.logsumexp(dim=-1, keepdim=True)
+    masses = [(x - denominator).exp().mean(dim=-2) for x in (parents, leaves)]
+    return masses[0], masses[1]
+
+
+def _tiles(tensors: Tensors, spec: Spec) -> tuple[Tensor, ...]:
+    """The queries of each tile."""
+    order, query = tensors.query_order, tensors.query
+    order = torch.arange(query.shape[2], device=query.device) if order is None else order
+    return order.split(spec.query_tile)
+
+
+def quantized(tensors: Tensors, spec: Spec) -> Quantized:
+    """The cells and leaves of a call's keys.
+
+    Args:
+        tensors, spec: as in `avq_attention`.
+    """
+    key, fixed_key = tensors.key, tensors.key.detach()
+    parents, children = tensors.parents, tensors.children
     if parents is None:
-        parents = spaced_keys(fixed_key, spec.num_parents, key_order)
+        parents = spaced_keys(fixed_key, spec.num_parents, tensors.key_order)
     else:
         parents = parents.detach().expand(len(key), -1, -1, -1)
     for _ in range(spec.num_updates):
@@ -53,41 +262,10 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     # Rows of leaves: what stays with each parent, then the children.
     leaf = torch.where(leaf > 0, num_parents + cell * num_children + leaf - 1, cell)
     leaves = torch.cat([parents, children.flatten(2, 3)], dim=2)
-
     if spec.means:
-        coarse, fine = _means(key, cell, parents), _means(key, leaf, leaves)
-        parents, leaves = coarse.detach(), fine.detach()
-        straight_through = torch.zeros_like(key)
-    else:
-        coarse, fine = parents.to(key.dtype), leaves.to(key.dtype)
-        straight_through = key - key.detach()
-    representatives = torch.cat([coarse, fine], dim=2)
-    rows = torch.cat([parents, leaves], dim=2)
-    counts = _counts(cell, parents)[..., 0].to(parents.dtype)
-    cell_spread = spread(fixed_key, cell, parents)
-
-    output = torch.empty_like(query)
-    for tile in order.split(spec.query_tile):
-        tile_query = query[:, :, tile]
-        score = importance(tile_query, parents, counts, scale, importance_tile)
-        if spec.means:
-            score = score * cell_spread
-        refined = select(score, spec.num_refined)
-        row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
-        tile_key, tile_value = _take(representatives, row) + straight_through, value
-        if spec.exact_keys > 0:
-            row_counts = _counts(row, rows)[..., 0]
-            row_spread = spread(fixed_key, row, rows)
-            gain = exact_gain(tile_query, rows, row_spread, parents, counts, scale)
-            exact = select_exact(gain, row_counts, spec.exact_keys)
-            tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
-        if sink_key is not None and sink_value is not None:
-            tile_key = torch.cat([tile_key, sink_key], dim=2)
-            tile_value = torch.cat([value, sink_value], dim=2)
-        output[:, :, tile] = F.scaled_dot_product_attention(
-            tile_query, tile_key, tile_value, scale=scale
-        )
-    return output
+        means = _means(key, cell, parents), _means(key, leaf, leaves)
+        return Quantized(cell, leaf, *means, torch.zeros_like(key))
+    return Quantized(cell, leaf, parents, leaves, key - key.detach())
 
 
 def spaced_keys(key: Tensor, num_parents: int, key_order: Tensor | None) -> Tensor:

@@ -575,3 +575,149 @@ def test_the_papers_correction_is_the_definition_where_parents_are_means_of_chil
     weights = parent_logits.exp() @ of_parent.mT + correction @ of_child.mT
     output = weights @ value / weights.sum(dim=-1, keepdim=True)
     assert relative_error(output, expected) < 1e-12
+
+
+class TestThreshold:
+    """Resolution by error, in the definition."""
+
+    def run(self, threshold, query, key, value, **options):
+        call = unchecked_call(query, key, value, **SIZES | options)
+        return reference.threshold_attention(*call, threshold)
+
+    @pytest.fixture
+    def tokens(self):
+        query, key, value, _ = make_case(queries=70)
+        return query, key, value + 0.5 * key
+
+    @pytest.fixture
+    def sinks(self):
+        key, value = make_case(queries=5, seed=1)[1:3]
+        return {"sink_key": key + 1, "sink_value": value}
+
+    def test_zero_is_exact_attention(self, tokens, sinks):
+        """Catches a refined parent, a key or a sink that is left out or counts twice."""
+        query, key, value = tokens
+        expected = F.scaled_dot_product_attention(*tokens)
+        torch.testing.assert_close(self.run(0.0, *tokens), expected)
+        every = [
+            torch.cat([x, y], dim=2) for x, y in zip((key, value), sinks.values(), strict=True)
+        ]
+        expected = F.scaled_dot_product_attention(query, *every)
+        torch.testing.assert_close(self.run(0.0, *tokens, **sinks), expected)
+
+    def test_infinity_is_flat_attention_and_the_first_order_term(self, tokens, sinks):
+        """By hand; catches a matrix that is transposed or of parents, a spread of leaves in place
+        of cells, a lost guard, and sinks with a spread."""
+        query, key, value = tokens
+        found = reference.quantized(*unchecked_call(*tokens, **SIZES))
+        cells = F.one_hot(found.cell, 6).to(FP64)
+        counts = cells.sum(2)
+        parents, means = (cells.mT @ x / counts[..., None] for x in (key, value))
+        spread = (cells * (key - cells @ parents).square().sum(-1, keepdim=True)).sum(2) / counts
+        leaves = F.one_hot(found.leaf, 24).to(FP64)
+        inside = leaves / leaves.sum(2, keepdim=True).clamp(min=1)
+        offsets, of_values = (x - leaves @ (inside.mT @ x) for x in (key, value))
+        matrix = torch.einsum("bhsv,bhsk->bhvk", of_values, offsets)
+        matrix /= offsets.square().sum((2, 3))[..., None, None]
+        scaled = query * 8**-0.5
+        logits = scaled @ parents.mT + counts.log()[:, :, None]
+        logits = torch.cat([logits, scaled @ sinks["sink_key"].mT], dim=-1)
+        weights = logits.softmax(-1)
+        seen = (weights[..., :6] * spread[:, :, None]).sum(-1, keepdim=True)
+        expected = weights @ torch.cat([means, sinks["sink_value"]], dim=2)
+        guard = 1 + seen * scaled.square().mean(-1, keepdim=True)
+        expected += seen / guard * torch.einsum("bhvk,bhqk->bhqv", matrix, scaled)
+        # A parent whose keys all stay is its own leaf.
+        assert (leaves.view(2, 2, 70, 24).sum(2) > 0).sum(-1).min() > 6
+        torch.testing.assert_close(self.run(math.inf, *tokens, **sinks), expected)
+
+    def test_values_that_follow_their_keys_are_exact_to_second_order(self):
+        """Catches a term of the wrong size: half the leaf then has a quarter of the error, and with
+        the right one a sixteenth."""
+        offsets = torch.cat([torch.eye(8), -torch.eye(8)]).to(FP64)
+        centres = 2 * torch.randn(6, 8, generator=torch.Generator().manual_seed(2), dtype=FP64)
+        affine = torch.randn(8, 8, generator=torch.Generator().manual_seed(3), dtype=FP64)
+        query = make_case(batch=1, heads=1, queries=20)[0]
+
+        def error(size):
+            key = (centres[:, None] + size * offsets).flatten(0, 1)[None, None]
+            value = key @ affine + 1
+            order = torch.arange(96)  # its evenly spaced keys are one of each cell
+            options = {"num_children": 0, "num_refined": 0, "key_order": order}
+            found = self.run(math.inf, query, key, value, **options)
+            return relative_error(found, F.scaled_dot_product_attention(query, key, value))
+
+        assert error(0.05) < error(0.1) / 12
+        assert error(0.1) < 1e-3
+
+    def test_single_keys_add_nothing(self):
+        query, key, value, _ = make_case(queries=6)
+        options = {"num_children": 0, "num_refined": 0}
+        found = self.run(math.inf, query, key, value, **options)
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value))
+
+    def test_a_lower_threshold_is_closer(self, tokens):
+        """Catches a choice that shows what matters least first."""
+        exact = F.scaled_dot_product_attention(*tokens)
+        errors = [relative_error(self.run(x, *tokens), exact) for x in (math.inf, 1e-2, 1e-3, 1e-5)]
+        assert errors == sorted(errors, reverse=True)
+        assert errors[2] < errors[0] / 3
+
+    def test_the_choice_by_hand(self):
+        """Catches the spread of a cell in place of what its leaves resolve, a price per leaf in
+        place of per further leaf, and masses without counts or sinks."""
+        # Two cells: 0, 1, 4, 6 with leaves {0, 1}, {4} and {6}, and 10, 11, which are one leaf.
+        numbers = torch.tensor([0.0, 1.0, 4.0, 6.0, 10.0, 11.0], dtype=FP64)
+        key = numbers[None, None, :, None]
+        found = reference.Quantized(
+            torch.tensor([[[0, 0, 0, 0, 1, 1]]]),
+            torch.tensor([[[0, 0, 2, 3, 1, 1]]]),
+            torch.tensor([[[[2.75], [10.5]]]], dtype=FP64),
+            torch.tensor([[[[0.5], [10.5], [4.0], [6.0], [0.0], [0.0]]]], dtype=FP64),
+            key,
+        )
+        spreads = [91 / 16, 0.25], [0.25, 0.25, 0.0, 0.0, 0.0, 0.0]
+        spreads = [torch.tensor(x, dtype=FP64)[None, None] for x in spreads]
+        queries, sink = [0.3, 0.5], 9.0
+
+        def masses(means, counts):
+            found = []
+            for q in queries:
+                total = 4 * math.exp(q * 2.75) + 2 * math.exp(q * 10.5) + math.exp(q * sink)
+                found.append(
+                    [n * math.exp(q * k) / total for k, n in zip(means, counts, strict=True)]
+                )
+            return [sum(column) / len(queries) for column in zip(*found, strict=True)]
+
+        size = sum(q * q for q in queries) / 2
+        (cell, _), (leaf, other) = masses([2.75, 10.5], [4, 2]), masses([0.5, 10.5], [2, 2])
+        of_cell = cell * (math.expm1(size * 91 / 16) - math.expm1(size * 0.25 * 2 / 4)) / 2
+        of_leaf, of_other = (m * math.expm1(size * 0.25) / 2 for m in (leaf, other))
+        assert of_leaf < of_other < of_cell
+        tile_query = torch.tensor(queries, dtype=FP64)[None, None, :, None]
+        sink_key = torch.full((1, 1, 1, 1), sink, dtype=FP64)
+
+        def chosen(threshold):
+            levels = reference.resolution(tile_query, found, *spreads, sink_key, threshold)
+            return [x.flatten().tolist() for x in levels]
+
+        none, both = [False] * 6, [True, True]
+        assert chosen(0.999 * of_leaf) == [both, [True, True, *none[2:]]]
+        assert chosen(1.001 * of_leaf) == [both, [False, True, *none[2:]]]
+        assert chosen(1.001 * of_other) == [both, none]
+        assert chosen(0.999 * of_cell) == [both, none]
+        assert chosen(1.001 * of_cell) == [[False, True], none]
+
+    def test_gradients_take_the_choice_as_constant(self, tokens):
+        """Of the matrix, the spreads and the guard too."""
+        query, key, value = (x[:1, :1, :24].detach().requires_grad_() for x in tokens)
+
+        def run(*tokens):
+            return self.run(3e-3, *tokens)
+
+        assert torch.autograd.gradcheck(run, (query, key, value), eps=1e-7, atol=1e-5)
+
+    def test_growth(self):
+        x = torch.tensor([0.0, 1e-8, 1.0, 20.0, 21.0], dtype=FP64)
+        expected = [0.0, 1e-8, math.e - 1, math.expm1(20), math.expm1(20) + math.exp(20)]
+        torch.testing.assert_close(reference.growth(x), torch.tensor(expected, dtype=FP64))
