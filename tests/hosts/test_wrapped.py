@@ -144,7 +144,6 @@ def inputs(height=16, width=16, seed=0):
     return sample, torch.randn(1, 5, 32, generator=generator)
 
 
-@feature("torch.jit.trace")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @torch.no_grad()
 def test_a_trace_is_refused():

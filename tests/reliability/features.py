@@ -55,9 +55,7 @@ GROUPS = {
         "torch.compile of its blocks (inductor)",
         "CUDA graphs",
     ),
-    "Wrapped UNets": (
-        *("PEFT model", "DistributedDataParallel", "FSDP", "nn.DataParallel", "torch.jit.trace"),
-    ),
+    "Wrapped UNets": (*("PEFT model", "DistributedDataParallel", "FSDP", "nn.DataParallel"),),
     "Models, tiny": (
         *("SD1.5", "inpainting model (9 channels)", "InstructPix2Pix", "LCM", "SD 2.x"),
         *("SDXL base", "SDXL refiner"),
