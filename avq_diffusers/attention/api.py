@@ -215,17 +215,18 @@ def _by_kernels(tensors: Tensors, spec: Spec, settled: _Settled) -> Tensor:
     num_faults = len(faults)
     output = operators.by_kernels(tensors, spec)
     is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
+    is_new = settled.repeat is None and len(faults) == num_faults
     # A call in a CUDA graph may not have been checked.
-    if is_whole and len(faults) == num_faults and not torch.cuda.is_current_stream_capturing():
+    if is_whole and is_new and not torch.cuda.is_current_stream_capturing():
         settled.repeat = kernels().call.repetition(tensors, spec)
     return output
 
 
 def _look(x: object) -> object:
-    """The properties of a tensor that checks and dispatch look at; other inputs as they are."""
+    """What checks and dispatch look at: properties of a tensor, a number, or the type of others."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    return x
+    return x if x is None or isinstance(x, int | float) else type(x)
 
 
 def _is_watched(*tensors: Tensor) -> bool:
