@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.attention.exact import exact_attention, keys_and_values
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
 
@@ -56,7 +57,7 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     Returns:
         (B, H, N, D) in the order of `query`.
     """
-    query, key, value, sink_key, sink_value, *_, scale = tensors
+    query, key, scale = tensors.query, tensors.key, tensors.scale
     found = quantized(tensors, spec)
     cell, leaf, num_parents = found.cell, found.leaf, found.parents.shape[2]
     representatives = torch.cat([found.parents, found.leaves], dim=2)
@@ -74,19 +75,13 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
         refined = select(score, spec.num_refined)
         row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
         tile_key = _take(representatives, row).to(key.dtype) + found.straight_through
-        tile_value = value
         if spec.exact_keys > 0:
             row_counts = _counts(row, rows)[..., 0]
             row_spread = spread(key.detach(), row, rows)
             gain = exact_gain(tile_query, rows, row_spread, parents, counts, scale)
             exact = select_exact(gain, row_counts, spec.exact_keys)
             tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
-        if sink_key is not None and sink_value is not None:
-            tile_key = torch.cat([tile_key, sink_key], dim=2)
-            tile_value = torch.cat([value, sink_value], dim=2)
-        output[:, :, tile] = F.scaled_dot_product_attention(
-            tile_query, tile_key, tile_value, scale=scale
-        )
+        output[:, :, tile] = exact_attention(tensors._replace(query=tile_query, key=tile_key))
     return output
 
 
@@ -112,7 +107,7 @@ def threshold_attention(tensors: Tensors, spec: Spec, threshold: float) -> Tenso
     Returns:
         (B, H, N, D) in the order of `query`.
     """
-    query, key, value, sink_key, sink_value, *_, scale = tensors
+    query, key, value, sink_key, *_, scale = tensors
     found = quantized(tensors, spec)
     cell, leaf, num_parents = found.cell, found.leaf, found.parents.shape[2]
     representatives = torch.cat([found.parents, found.leaves], dim=2)
@@ -129,11 +124,8 @@ def threshold_attention(tensors: Tensors, spec: Spec, threshold: float) -> Tenso
         row = torch.where(is_refined, num_parents + leaf, cell)
         tile_key = torch.where(is_exact[..., None], key, _take(representatives, row))
         tile_spread = torch.cat(spreads, dim=2).gather(-1, row).masked_fill(is_exact, 0)
-        tile_value = value
-        if sink_key is not None and sink_value is not None:
-            tile_key = torch.cat([tile_key, sink_key], dim=2)
-            tile_value = torch.cat([value, sink_value], dim=2)
-            tile_spread = F.pad(tile_spread, (0, sink_key.shape[2]))
+        tile_key, tile_value = keys_and_values(tensors._replace(key=tile_key))
+        tile_spread = F.pad(tile_spread, (0, tile_key.shape[2] - key.shape[2]))
         weights = (tile_query @ tile_key.mT).softmax(dim=-1)
         seen = weights @ tile_spread[..., None]
         guard = 1 + seen * tile_query.square().mean(dim=-1, keepdim=True)

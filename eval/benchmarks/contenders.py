@@ -6,7 +6,7 @@ backend. A contender with wrong output is not timed.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from avq_diffusers.attention.api import attend
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers import avq_attention
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
 from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
@@ -139,17 +138,10 @@ class Bench:
         def attended(index: int, dtype: torch.dtype, backend: str) -> Tensor:
             sinks = inputs.sinks(num_sinks)[index] if num_sinks else (None, None)
             tokens = (None if x is None else x.to(dtype) for x in (*sets[index], *sinks))
-            query, key, value, sink_key, sink_value = tokens
-            tensors = Tensors.of(
-                query,
-                key,
-                value,
-                codebook,
-                sink_key=sink_key,
-                sink_value=sink_value,
-                query_order=order,
-            )
-            return attend(tensors, config.spec, backend)[0]
+            query, key, value, *sinks = tokens
+            given = dict(zip(("sink_key", "sink_value"), sinks, strict=True))
+            options = asdict(config.spec) | given | {"query_order": order, "backend": backend}
+            return avq_attention(query, key, value, codebook, **options)
 
         def expected() -> Tensor:
             return attended(0, torch.float32, self.oracle)
