@@ -708,14 +708,18 @@ class TestThreshold:
         assert chosen(0.999 * of_cell) == [both, none]
         assert chosen(1.001 * of_cell) == [[False, True], none]
 
-    def test_gradients_take_the_choice_as_constant(self, tokens):
-        """Of the matrix, the spreads and the guard too."""
+    @pytest.mark.parametrize("threshold", [math.inf, 0.02])
+    def test_gradients_take_the_choice_as_constant(self, tokens, threshold):
+        """Catches a matrix, spreads or a guard without gradients."""
         query, key, value = (x[:1, :1, :24].detach().requires_grad_() for x in tokens)
 
         def run(*tokens):
-            return self.run(3e-3, *tokens)
+            return self.run(threshold, *tokens)
 
-        assert torch.autograd.gradcheck(run, (query, key, value), eps=1e-7, atol=1e-5)
+        with torch.no_grad():  # if all keys were exact, there would be no term to differentiate
+            exact = F.scaled_dot_product_attention(query, key, value)
+            assert relative_error(run(query, key, value), exact) > 0.01
+        torch.autograd.gradcheck(run, (query, key, value), eps=1e-7, atol=1e-5)
 
     def test_growth(self):
         x = torch.tensor([0.0, 1e-8, 1.0, 20.0, 21.0], dtype=FP64)
