@@ -1,10 +1,12 @@
 """`Spec`: the options of an attention call. `AVQConfig`: these, and the layers that make it."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
@@ -14,36 +16,41 @@ LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and fill memory
 # Numbers of at most 18 digits: `int` refuses thousands of them.
 _CONFIGURATION = re.compile(
-    r"M(\d{1,18})(?:P(\d{1,18})C(\d{1,18}))?(?:E(\d{1,18}))?", re.ASCII | re.IGNORECASE
+    r"M(?P<num_parents>\d{1,18})(?:P(?P<num_refined>\d{1,18}))?(?:C(?P<num_children>\d{1,18}))?"
+    r"(?:T(?P<threshold>(?:\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})(?:e[+-]?\d{1,3})?|inf))?",
+    re.ASCII | re.IGNORECASE,
 )
-SIZES = ("num_parents", "num_children", "num_refined", "exact_keys")
+DEFAULT_THRESHOLD = 1e-4
+SIZES = ("num_parents", "num_children")
+RESOLUTIONS = ("threshold", "num_refined")  # exactly one decides
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The options of an attention call; `str()` is the configuration string, such as `M64P16C8`.
+    """The options of an attention call; `str()` is the configuration string, such as `M64C8T1e-4`.
 
     Args:
         num_parents: parent codewords per head, M0.
         num_children: children per parent; 0 is flat VQ-attention.
-        num_refined: parents refined per query tile, the paper's P; at most `num_parents`.
-        exact_keys: most keys per query tile that take part as themselves, from the leaves where the
-            tile gains most; as many as there are tokens is exact attention.
+        threshold: the attention's error that a further column must mend to be shown, at least 0: 0
+            is exact attention, infinity flat VQ. 1e-4 if neither this nor `num_refined` is given.
+        num_refined: in place of a threshold, parents refined per query tile, the paper's P; at most
+            `num_parents`.
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
-            `"stored"` the codeword of a codebook, the paper's form.
+            `"stored"` the codeword of a codebook, the paper's form, without a threshold.
         num_updates: Lloyd updates of the parents on the keys of each call, at most 100.
         query_tile: number of consecutive queries (in the query order) that share one choice of
-            parents.
+            columns.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: a field is out of range.
+        ValueError: a field is out of range, or two of them contradict each other.
     """
 
     num_parents: int = 64
     num_children: int = 8
-    num_refined: int = 16
-    exact_keys: int = 0
+    threshold: float | None = None
+    num_refined: int | None = None
     codewords: str = "means"
     num_updates: int = 0
     query_tile: int = 128
@@ -51,26 +58,42 @@ class Spec:
     def __post_init__(self) -> None:
         check_int("num_parents", self.num_parents, 1, LARGEST_COUNT)
         check_int("num_children", self.num_children, 0, LARGEST_COUNT)
-        check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
-        check_int("exact_keys", self.exact_keys, 0, LARGEST_COUNT)
         check_int("num_updates", self.num_updates, 0, MOST_UPDATES)
         check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
         if self.codewords not in CODEWORDS:
             raise ValueError(
                 f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
             )
-        if self.num_refined > self.num_parents:
+        if self.num_refined is not None:
+            if self.threshold is not None:
+                raise ValueError(
+                    f"threshold and num_refined exclude each other, but got {self.threshold} and "
+                    f"{self.num_refined}."
+                )
+            self._check_refined(self.num_refined)
+            return
+        if not self.means:
+            raise ValueError('codewords="stored" needs num_refined in place of a threshold.')
+        threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
+        object.__setattr__(self, "threshold", check_threshold(threshold))
+
+    def _check_refined(self, num_refined: int) -> None:
+        check_int("num_refined", num_refined, 0, LARGEST_COUNT)
+        if num_refined > self.num_parents:
             raise ValueError(
                 f"num_refined must be at most num_parents, {self.num_parents}, but got "
-                f"{self.num_refined}."
+                f"{num_refined}."
             )
-        if self.num_children == 0 and self.num_refined > 0:
+        if self.num_children == 0 and num_refined > 0:
             raise ValueError(
-                f"num_refined must be 0 without children (flat VQ), but got {self.num_refined}."
+                f"num_refined must be 0 without children (flat VQ), but got {num_refined}."
             )
 
     def __str__(self) -> str:
-        return self.notation(str(self.num_refined))
+        children = f"C{self.num_children}" if self.num_children else ""
+        if self.num_refined is None:
+            return f"M{self.num_parents}{children}T{_digits(self.threshold)}"
+        return f"M{self.num_parents}" + (f"P{self.num_refined}{children}" if children else "")
 
     @property
     def long_name(self) -> str:
@@ -78,31 +101,28 @@ class Spec:
         updates = f", {self.num_updates} updates" if self.num_updates else ""
         return f"{self}, tiles of {self.query_tile}{updates}"
 
-    def notation(self, refined: str) -> str:
-        """The configuration string with this in place of P."""
-        children = f"P{refined}C{self.num_children}" if self.num_children else ""
-        exact = f"E{self.exact_keys}" if self.exact_keys else ""
-        return f"M{self.num_parents}{children}{exact}"
-
     @property
     def means(self) -> bool:
         """Whether the mean of its keys represents a leaf or cell, else the stored codeword."""
         return self.codewords == "means"
 
     @property
-    def num_visible(self) -> int:
-        """M0 + P C, the codewords that a query tile sees (the paper's cost)."""
-        return self.num_parents + self.num_refined * self.num_children
+    def num_leaves(self) -> int:
+        """M0 (1 + C), with one leaf for what stays with each parent."""
+        return self.num_parents * (1 + self.num_children)
 
     @property
-    def columns(self) -> int:
-        """M0 + P C + E, the most codewords and keys that a query tile sees."""
-        return self.num_visible + self.exact_keys
+    def columns(self) -> int | None:
+        """M0 + P C, the codewords that a query tile sees (the paper's cost); None with a threshold,
+        where they depend on queries and keys."""
+        if self.num_refined is None:
+            return None
+        return self.num_parents + self.num_refined * self.num_children
 
     @property
     def refines_some(self) -> bool:
         """Whether tiles may refine different parents."""
-        return 0 < self.num_refined < self.num_parents
+        return self.num_refined is None or 0 < self.num_refined < self.num_parents
 
     @property
     def most_refined(self) -> int:
@@ -112,38 +132,55 @@ class Spec:
     @property
     def least_keys(self) -> int:
         """The fewest keys that the codewords of a call can be taken from."""
-        return -(-self.num_parents * (1 + self.num_children) // MOST_CODEWORDS_PER_KEY)
+        return -(-self.num_leaves // MOST_CODEWORDS_PER_KEY)
 
     @property
     def numbers(self) -> list[int]:
-        """The options as integers, for an operator's schema."""
-        values = {name: getattr(self, name) for name in _SPEC_FIELDS}
-        return list((values | {"codewords": CODEWORDS.index(self.codewords)}).values())
+        """The options but the threshold as integers, for an operator's schema; -1 is None."""
+        values = {name: getattr(self, name) for name in _INTEGERS}
+        values["codewords"] = CODEWORDS.index(self.codewords)
+        return [-1 if x is None else x for x in values.values()]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> "Spec":
+    def of_numbers(cls, numbers: Sequence[int], threshold: float | None) -> "Spec":
         """The inverse of `numbers`.
 
         Args:
             numbers: a spec's `numbers`.
+            threshold: its threshold.
         """
-        values: dict[str, Any] = dict(zip(_SPEC_FIELDS, numbers, strict=True))
-        return cls(**values | {"codewords": CODEWORDS[values["codewords"]]})
+        values: dict[str, Any] = dict(zip(_INTEGERS, numbers, strict=True))
+        values["codewords"] = CODEWORDS[values["codewords"]]
+        if values["num_refined"] < 0:
+            values["num_refined"] = None
+        return cls(**values, threshold=threshold)
 
-    def resized(self, text: str) -> "Spec":
+    def changed(self, **values: Any) -> Self:
+        """The same with other values; a threshold takes the place of `num_refined`, and vice versa.
+
+        Args:
+            **values: new values of fields.
+        """
+        if any(values.get(name) is not None for name in RESOLUTIONS):
+            values = dict.fromkeys(RESOLUTIONS) | values
+        return replace(self, **values)
+
+    def resized(self, text: str) -> Self:
         """These options with the sizes of a configuration string.
 
         Args:
-            text: `"M64P16C8"` (AVQ), `"M256"` (flat VQ), or with exact keys `"M64P16C8E256"`.
+            text: `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's sizes) or `"M256"` (flat
+                VQ).
 
         Raises:
             TypeError: `text` is not a string.
             ValueError: `text` is malformed.
         """
-        return replace(self, **sizes_of(text))
+        return self.changed(**sizes_of(text))
 
 
 _SPEC_FIELDS = tuple(field.name for field in fields(Spec))
+_INTEGERS = tuple(name for name in _SPEC_FIELDS if name != "threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +188,15 @@ class AVQConfig(Spec):
     """Configuration of AVQ attention: the options of its calls, and the layers that make them.
 
     Args:
-        num_parents, num_children, num_refined, exact_keys, codewords, num_updates, query_tile: as
-            in `Spec`.
+        num_parents, num_children, threshold, num_refined, codewords, num_updates, query_tile: as in
+            `Spec`.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the grid's tokens.
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
             of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them.
         key_norm: normalize keys with a learnable LayerNorm before quantizing them.
-        overrides: other values of `num_parents`, `num_children`, `num_refined` or `exact_keys`. A
+        overrides: other values of `num_parents`, `num_children`, `threshold` or `num_refined`. A
             key is a level such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`.
             Names take precedence over levels, and longer names over shorter ones. The mapping is
             copied. `apply_avq` refuses a key that matches no layer.
@@ -170,10 +207,10 @@ class AVQConfig(Spec):
     """
 
     query_order: str = "gilbert"
-    levels: tuple[int, ...] = (0,)
+    levels: tuple[int, ...] = (0, 1)
     exact: tuple[str, ...] = ()
     key_norm: bool = False
-    overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,10 +241,10 @@ class AVQConfig(Spec):
                 raise TypeError(f"overrides must have strings as keys, but got {key!r}.")
             if not isinstance(values, Mapping):
                 raise TypeError(f"overrides[{key!r}] must be a mapping, but got {values!r}.")
-            unknown = set(values) - set(SIZES)
+            unknown = set(values) - {*SIZES, *RESOLUTIONS}
             if unknown:
                 raise ValueError(
-                    f"overrides[{key!r}] may set {', '.join(SIZES)}, but got "
+                    f"overrides[{key!r}] may set {', '.join((*SIZES, *RESOLUTIONS))}, but got "
                     f"{', '.join(sorted(unknown))}."
                 )
             self._with(values)
@@ -221,7 +258,7 @@ class AVQConfig(Spec):
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64P16C8"` (AVQ) or `"M256"` (flat VQ), also with exact keys: `"M256E64"`.
+        """Parse `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's sizes) or `"M256"` (flat VQ).
 
         Args:
             text: the configuration string.
@@ -231,7 +268,7 @@ class AVQConfig(Spec):
             TypeError: `text` is not a string.
             ValueError: `text` is malformed.
         """
-        return cls(**sizes_of(text) | other_fields)
+        return cls(**sizes_of(text), **other_fields)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AVQConfig":
@@ -254,25 +291,42 @@ class AVQConfig(Spec):
         return self._with(values)
 
     def _with(self, values: Mapping[str, Any]) -> "AVQConfig":
-        return replace(self, overrides={}, **values)
+        return self.changed(overrides={}, **values)
 
 
 def sizes_of(text: str) -> dict[str, Any]:
-    """The sizes in a configuration string, by field; exact keys only if it names them.
+    """The sizes in a configuration string, and its threshold or number of refined parents.
 
     Raises:
         TypeError: `text` is not a string.
         ValueError: `text` is malformed.
     """
     if not isinstance(text, str):
-        raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
+        raise TypeError(f"expected a configuration such as 'M64C8T1e-4', but got {text!r}.")
     match = _CONFIGURATION.fullmatch(text.strip())
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
     if match is None:
-        shown = text if len(text) <= 80 else f"{text[:80]}..."
-        raise ValueError(f"expected a configuration such as M64P16C8 or M256, but got {shown!r}.")
-    parents, refined, children, exact = match.groups()
-    sizes = {"num_parents": parents, "num_refined": refined or 0, "num_children": children or 0}
-    return {name: int(x) for name, x in (sizes | {"exact_keys": exact}).items() if x is not None}
+        raise ValueError(
+            f"expected a configuration such as M64C8T1e-4, M64P16C8 or M256, but got {shown!r}."
+        )
+    parents, refined, children, threshold = match.groups()
+    if (refined is None) == (threshold is None) and not (refined is children is None):
+        raise ValueError(
+            f"expected either a threshold, as in M64C8T1e-4, or refined parents, as in M64P16C8, "
+            f"but got {shown!r}."
+        )
+    sizes = {"num_parents": int(parents), "num_children": int(children or 0)}
+    if threshold is not None:
+        return sizes | {"threshold": float(threshold)}
+    return sizes | {"num_refined": int(refined or 0)}
+
+
+def _digits(threshold: float | None) -> str:
+    """The shortest digits of a threshold that parse to it, such as 1e-4 and 0.02."""
+    number = Decimal(repr(threshold)).normalize()
+    if number.is_infinite():
+        return "inf"
+    return f"{number:e}" if 0 < number < Decimal("1e-3") else f"{number:f}"
 
 
 def is_within(layer: str, name: str) -> bool:
@@ -290,6 +344,20 @@ def check_tolerance(name: str, value: float) -> None:
         raise ValueError(
             f"{name} must be above 0 and at most {LARGEST_TOLERANCE}, but got {value}; 0.02 is 2 %."
         )
+
+
+def check_threshold(value: Any) -> float:
+    """Check that a threshold is a number of at least 0, and return it as a float.
+
+    Raises:
+        TypeError: `value` is not a number.
+        ValueError: `value` is negative or NaN.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"threshold must be a number, but got {value!r} ({type(value).__name__}).")
+    if not 0 <= value <= math.inf:
+        raise ValueError(f"threshold must be at least 0, but got {value}.")
+    return float(value)
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:

@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from avq_diffusers.attention import operators, reference, torch_backward
 from avq_diffusers.attention.guarded import kernels
 from avq_diffusers.attention.limits import LIMITS, faults, obstacles
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.schema import arguments_of
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import Spec
 
@@ -26,10 +27,10 @@ def avq_attention(
     *,
     num_parents: int = 64,
     num_children: int = 8,
-    num_refined: int = 16,
+    threshold: float | None = None,
+    num_refined: int | None = None,
     codewords: str = "means",
     num_updates: int = 0,
-    exact_keys: int = 0,
     sink_key: Tensor | None = None,
     sink_value: Tensor | None = None,
     query_tile: int = 128,
@@ -41,11 +42,16 @@ def avq_attention(
     """Adaptive vector-quantized attention (paper, section Method).
 
     Each key is assigned to its nearest parent, then to that parent's nearest child if closer;
-    otherwise it stays with the parent. Its cell represents it, or its leaf in query tiles that
-    refine its parent. A tile refines the parents with the largest importance, the attention that
-    its queries pay to the cell; with means, importance times spread, the variance of the cell's
-    keys around their mean. The keys of the leaves where a tile gains most are exact: they take part
-    as themselves, and so do sink keys. With as many exact keys as keys, this is exact attention.
+    otherwise it stays with the parent. A query tile shows a cell at the coarsest of three levels,
+    its parent, its leaves or its keys, at which a further column would mend at most `threshold`:
+    the attention that the tile's queries pay to it, times the variance of the logits inside. 0 is
+    exact attention, infinity flat VQ. With `num_refined`, the paper's form, a tile shows the leaves
+    of the parents with the largest importance, the attention that its queries pay to the cell; with
+    means, importance times spread, the variance of the cell's keys. Sink keys take part as
+    themselves.
+
+    With own codewords, a first-order term says how values inside a leaf follow its keys: one matrix
+    per head, the covariance of values and keys inside leaves.
 
     Without a codebook, codewords are keys of this call: parents are evenly spaced in `key_order`,
     children evenly spaced in their parent's cell.
@@ -55,14 +61,14 @@ def avq_attention(
     - `"triton"`: kernels for NVIDIA GPUs, linear cost.
     - `"torch"`: PyTorch on any device, linear cost.
     - `"dense"`: PyTorch's attention over the replaced keys, quadratic cost. Only works with stored
-      codewords, without exact or sink keys, and if all query tiles see the same keys (they refine
-      no parent, or all).
+      codewords, without sink keys, and if all query tiles see the same keys (they refine no parent,
+      or all).
     - `"reference"`: the definition, slow.
     - `"auto"`: `"dense"` if a gradient is needed and this computes it faster, else `"triton"` if
       the kernels can run, else `"torch"`.
 
     Every backend is once differentiable in query, key, value and sinks. Assignments and the choice
-    of parents and exact keys are constants. Key gradients are exact with means and straight-through
+    of levels are constants. Key gradients are exact with means and straight-through
     with stored codewords; the codebook gets none.
 
     Args:
@@ -73,17 +79,18 @@ def avq_attention(
             to float32 if that is narrower. None takes the codewords from `key`.
         num_parents, num_children: sizes without a codebook, at most 16 codewords M0 (1 + C) per
             key; a codebook has its own.
-        num_refined: parents refined per query tile; 0 is flat VQ-attention.
+        threshold: error of the attention that a further column must mend to be shown, at least 0;
+            1e-4 if neither this nor `num_refined` is given. From 4096 queries on, 16 of each tile
+            decide.
+        num_refined: parents refined per query tile, in place of a threshold; 0 is flat
+            VQ-attention.
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
         num_updates: Lloyd updates that first move the parents to the means of their keys.
-        exact_keys: most keys per query tile that take part as themselves. Leaves, and cells that
-            the tile does not refine, are taken in order of gain per key: the attention the key
-            receives times the squared variance of the keys around what represents them.
         sink_key, sink_value: (B, H, T, D), dtype and device of `query`: keys that every query
             attends to exactly, such as the text tokens of a joint attention. They do not affect
-            codewords or importance.
-        query_tile: number of consecutive queries in `query_order` that share one choice of parents.
+            codewords or importance, and attention to them leaves less for a threshold to resolve.
+        query_tile: number of consecutive queries in `query_order` that share one choice of columns.
         query_order: (N,) int32 or int64 permutation of the queries that tiles are cut from. None
             is the order of `query`; the output is always in that order. Not verified to be a
             permutation, because that would synchronize with the device.
@@ -119,18 +126,17 @@ def avq_attention(
     spec = Spec(
         num_parents=num_parents,
         num_children=num_children,
+        threshold=threshold,
         num_refined=num_refined,
-        exact_keys=exact_keys,
         codewords=codewords,
         num_updates=num_updates,
         query_tile=query_tile,
     )
-    output, _ = attend(tensors, spec, backend)
-    return output
+    return attend(tensors, spec, backend).output
 
 
-def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor, str]:
-    """`avq_attention` of one object, plus the name of the backend that ran: never "auto".
+def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> Attended:
+    """`avq_attention` of one object, and how it ran.
 
     Args:
         tensors: the inputs.
@@ -147,14 +153,17 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor,
     if backend == "triton":
         needs_grad = _needs_grad(*tensors.tokens())
         if not needs_grad and not _is_watched(query, key, value):
-            return _by_kernels(tensors, spec, settled), backend
+            output, shown = _by_kernels(tensors, spec, settled)
+            return Attended(output, backend, shown)
         # No gradient for the codebook, even if it requires one.
         with torch.set_grad_enabled(needs_grad):
-            return operators.kernel_attention(*tensors, spec.numbers), backend
+            output, shown = operators.kernel_attention(*arguments_of(tensors, spec))
+            return Attended(output, backend, shown)
 
     tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     if backend == "torch":
-        return operators.torch_attention(*tensors, spec.numbers), backend
+        output, shown = operators.torch_attention(*arguments_of(tensors, spec))
+        return Attended(output, backend, shown)
     # Autocast would choose parents in half precision.
     with torch.autocast(query.device.type, enabled=False):
         parents, children = tensors.parents, tensors.children
@@ -166,7 +175,7 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> tuple[Tensor,
             )
         else:
             output = reference.avq_attention(tensors, spec)
-    return output.transpose(1, 2).contiguous().transpose(1, 2), backend
+    return Attended(output.transpose(1, 2).contiguous().transpose(1, 2), backend)
 
 
 @dataclass
@@ -179,7 +188,7 @@ class _Settled:
     """
 
     backend: str
-    repeat: Callable[[Tensors], Tensor | None] | None = None
+    repeat: Callable[[Tensors], tuple[Tensor, Tensor] | None] | None = None
 
 
 # On a GPU, by all that checks and launches depend on.
@@ -204,22 +213,22 @@ def _settle(tensors: Tensors, spec: Spec, backend: str) -> _Settled:
     return settled
 
 
-def _by_kernels(tensors: Tensors, spec: Spec, settled: _Settled) -> Tensor:
+def _by_kernels(tensors: Tensors, spec: Spec, settled: _Settled) -> tuple[Tensor, Tensor]:
     """`operators.by_kernels`; without a codebook or updates, later calls repeat its launches."""
     if not tensors.query.is_cuda:
         return operators.by_kernels(tensors, spec)
     if settled.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
-        output = settled.repeat(tensors)
-        if output is not None:
-            return output
+        found = settled.repeat(tensors)
+        if found is not None:
+            return found
     num_faults = len(faults)
-    output = operators.by_kernels(tensors, spec)
+    found = operators.by_kernels(tensors, spec)
     is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
     is_new = settled.repeat is None and len(faults) == num_faults
     # A call in a CUDA graph may not have been checked.
     if is_whole and is_new and not torch.cuda.is_current_stream_capturing():
         settled.repeat = kernels().call.repetition(tensors, spec)
-    return output
+    return found
 
 
 def _look(x: object) -> object:

@@ -80,14 +80,16 @@ def make_differentiable(operator: CustomOpDef, *, by_kernels: bool) -> None:
     operator.register_autograd(backward, setup_context=_save_inputs)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale, ctx.numbers = inputs
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.numbers, ctx.threshold = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad_output: Tensor, *, by_kernels: bool) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_output: Tensor, grad_shown: Tensor | None, *, by_kernels: bool
+) -> tuple[Tensor | None, ...]:
     needs_grad = ctx.needs_input_grad[:NUM_TOKENS]
-    call = *ctx.saved_tensors, ctx.scale, ctx.numbers
+    call = *ctx.saved_tensors, ctx.scale, ctx.numbers, ctx.threshold
     found = iter(_attention_backward(grad_output, *call, needs_grad, by_kernels))
     constants = len(call) - NUM_TOKENS
     return *(next(found) if needed else None for needed in needs_grad), *(None,) * constants

@@ -20,8 +20,8 @@ from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
 
 
-def by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
-    """Attention by PyTorch, on any device.
+def by_pytorch(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Attention by PyTorch, on any device: `Attended.output` and `Attended.shown`.
 
     Args:
         tensors, spec: the checked call.
@@ -32,8 +32,8 @@ def by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
         return torch_forward.avq_attention(tensors, spec)
 
 
-def by_kernels(tensors: Tensors, spec: Spec) -> Tensor:
-    """Attention by kernels, or by PyTorch if `guarded` rules them out.
+def by_kernels(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
+    """`by_pytorch` by kernels, unless `guarded` rules them out.
 
     Args:
         tensors, spec: the checked call.
@@ -41,22 +41,22 @@ def by_kernels(tensors: Tensors, spec: Spec) -> Tensor:
     found = guarded(
         tensors,
         spec,
-        lambda *codewords: [kernels().call.kernel_attention(tensors, *codewords, spec)],
-        lambda part: [by_pytorch(part, spec)],
+        lambda *codewords: list(kernels().call.kernel_attention(tensors, *codewords, spec)),
+        lambda part: [by_pytorch(part, spec)[0]],
     )
-    return by_pytorch(tensors, spec) if found is None else found[0]
+    return by_pytorch(tensors, spec) if found is None else (found[0], found[1])
 
 
-@torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({CALL}) -> Tensor")
-def torch_attention(*arguments: Any) -> Tensor:
+@torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({CALL}) -> (Tensor, Tensor)")
+def torch_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`by_pytorch`, as an operator."""
     return by_pytorch(*call_of(arguments))
 
 
 @torch.library.custom_op(
-    "avq_diffusers::kernel_attention", mutates_args=(), schema=f"({CALL}) -> Tensor"
+    "avq_diffusers::kernel_attention", mutates_args=(), schema=f"({CALL}) -> (Tensor, Tensor)"
 )
-def kernel_attention(*arguments: Any) -> Tensor:
+def kernel_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`by_kernels`, as an operator."""
     return by_kernels(*call_of(arguments))
 
@@ -67,8 +67,9 @@ make_differentiable(kernel_attention, by_kernels=True)
 
 @kernel_attention.register_fake
 @torch_attention.register_fake
-def _(query: Tensor, *others: Any) -> Tensor:
-    return torch_forward.empty_tokens(query)
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _, spec = call_of((query, *others))
+    return torch_forward.empty_tokens(query), torch_forward.empty_shown(query, spec.query_tile)
 
 
 @register_flop_formula([x._opoverload.overloadpacket for x in (torch_attention, kernel_attention)])

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.attention.exact import exact_attention, keys_and_values
+from avq_diffusers.attention.exact import keys_and_values
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
 
-# Queries of a tile that decide its resolution, and the number of keys from which not all do.
+# Queries of a tile that decide its resolution, and the number of queries from which not all do.
 SAMPLE, SAMPLED_FROM = 16, 4096
 
 
@@ -39,14 +39,33 @@ class Quantized(NamedTuple):
     straight_through: Tensor
 
 
+class Levels(NamedTuple):
+    """The resolution at which a query tile shows the keys, constant for gradients.
+
+    Attributes:
+        refined: (B, H, M0) bool, parents in whose place their leaves are shown.
+        exact: (B, H, M0 (1 + C)) bool, leaves of refined parents in whose place their keys are.
+    """
+
+    refined: Tensor
+    exact: Tensor
+
+
 def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = None) -> Tensor:
-    """Softmax attention over keys replaced by codewords, refined where a query tile gains most.
+    """Softmax attention over keys replaced by codewords, at a resolution of each query tile's own.
 
-    A query tile refines the parents with the largest importance; if means represent the keys, with
-    the largest importance times spread.
+    A tile shows a cell at the coarsest of three levels, its parent, its leaves or its keys, at
+    which a further column would mend at most the threshold: the attention to it times the variance
+    of the logits that the column would resolve. 0 is exact attention, infinity flat VQ. With
+    `num_refined`, the paper's form, it shows the leaves of the parents with the largest importance;
+    if means represent the keys, with the largest importance times spread.
 
-    The gradient treats assignments and the choice of parents and exact keys as constants. Key
-    gradients pass through the means, or straight through the quantization with stored codewords.
+    Values inside a leaf follow its keys. If means of own codewords represent the keys, C of
+    `first_order` says how: with the spread r_i that query i sees, the output gains
+    r_i / (1 + r_i |q_i|^2 / D) C q_i, for queries q_i times the scale.
+
+    The gradient treats assignments and the choice of levels as constants. Key gradients pass
+    through the means, or straight through the quantization with stored codewords.
 
     Args:
         tensors: the inputs; a codebook has the dtype of `query` or a wider one.
@@ -57,80 +76,72 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     Returns:
         (B, H, N, D) in the order of `query`.
     """
-    query, key, scale = tensors.query, tensors.key, tensors.scale
-    found = quantized(tensors, spec)
-    cell, leaf, num_parents = found.cell, found.leaf, found.parents.shape[2]
-    representatives = torch.cat([found.parents, found.leaves], dim=2)
-    rows = representatives.detach()
-    parents = rows[:, :, :num_parents]
-    counts = _counts(cell, parents)[..., 0].to(parents.dtype)
-    cell_spread = spread(key.detach(), cell, parents)
-
-    output = torch.empty_like(query)
-    for tile in _tiles(tensors, spec):
-        tile_query = query[:, :, tile]
-        score = importance(tile_query, parents, counts, scale, importance_tile)
-        if spec.means:
-            score = score * cell_spread
-        refined = select(score, spec.num_refined)
-        row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
-        tile_key = _take(representatives, row).to(key.dtype) + found.straight_through
-        if spec.exact_keys > 0:
-            row_counts = _counts(row, rows)[..., 0]
-            row_spread = spread(key.detach(), row, rows)
-            gain = exact_gain(tile_query, rows, row_spread, parents, counts, scale)
-            exact = select_exact(gain, row_counts, spec.exact_keys)
-            tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
-        output[:, :, tile] = exact_attention(tensors._replace(query=tile_query, key=tile_key))
-    return output
-
-
-def threshold_attention(tensors: Tensors, spec: Spec, threshold: float) -> Tensor:
-    """Attention at the resolution that an error per column asks for, with the first-order term.
-
-    Each tile shows a cell at the coarsest of three levels, its parent, its leaves or its keys, at
-    which a further column would mend at most `threshold`: the attention to it times the variance of
-    the logits that the column would resolve. 0 is exact attention, infinity flat VQ. No other
-    backend implements it yet.
-
-    Values inside a leaf follow its keys: with C of `first_order` and r_i, the spread that query i
-    sees, the output gains r_i / (1 + r_i |q_i|^2 / D) C q_i, for queries q_i times the scale.
-
-    The gradient treats the choice of levels as constant.
-
-    Args:
-        tensors: the inputs, without a codebook.
-        spec: the options; means represent the keys, and `num_refined` and `exact_keys` do not
-            matter.
-        threshold: at least 0.
-
-    Returns:
-        (B, H, N, D) in the order of `query`.
-    """
-    query, key, value, sink_key, *_, scale = tensors
+    query, key, value, scale = tensors.query, tensors.key, tensors.value, tensors.scale
     found = quantized(tensors, spec)
     cell, leaf, num_parents = found.cell, found.leaf, found.parents.shape[2]
     representatives = torch.cat([found.parents, found.leaves], dim=2)
     # Differentiable: queries see less of a leaf whose keys come closer.
     spreads = spread(key, cell, found.parents), spread(key, leaf, found.leaves)
-    matrix = first_order(key, value, leaf, found.leaves)
+    has_term = spec.means and tensors.parents is None
+    matrix = first_order(key, value, leaf, found.leaves) if has_term else None
 
     output = torch.empty_like(query)
-    for tile in _tiles(tensors, spec):
+    for tile in tiles(tensors, spec):
         tile_query = scale * query[:, :, tile]
-        refined, exact = resolution(tile_query, found, *spreads, sink_key, threshold)
+        refined, exact = levels(tile_query, found, *spreads, tensors, spec, importance_tile)
         is_refined, is_exact = refined.gather(-1, cell), exact.gather(-1, leaf)
 
         row = torch.where(is_refined, num_parents + leaf, cell)
-        tile_key = torch.where(is_exact[..., None], key, _take(representatives, row))
-        tile_spread = torch.cat(spreads, dim=2).gather(-1, row).masked_fill(is_exact, 0)
+        tile_key = _take(representatives, row).to(key.dtype) + found.straight_through
+        tile_key = torch.where(is_exact[..., None], key, tile_key)
         tile_key, tile_value = keys_and_values(tensors._replace(key=tile_key))
-        tile_spread = F.pad(tile_spread, (0, tile_key.shape[2] - key.shape[2]))
         weights = (tile_query @ tile_key.mT).softmax(dim=-1)
-        seen = weights @ tile_spread[..., None]
-        guard = 1 + seen * tile_query.square().mean(dim=-1, keepdim=True)
-        output[:, :, tile] = weights @ tile_value + seen / guard * (tile_query @ matrix.mT)
+        output[:, :, tile] = weights @ tile_value
+        if matrix is not None:
+            tile_spread = torch.cat(spreads, dim=2).gather(-1, row).masked_fill(is_exact, 0)
+            tile_spread = F.pad(tile_spread, (0, tile_key.shape[2] - key.shape[2]))
+            seen = weights @ tile_spread[..., None]
+            guard = 1 + seen * tile_query.square().mean(dim=-1, keepdim=True)
+            output[:, :, tile] += seen / guard * (tile_query @ matrix.mT)
     return output
+
+
+@torch.no_grad()
+def levels(
+    tile_query: Tensor,
+    found: Quantized,
+    cell_spread: Tensor,
+    leaf_spread: Tensor,
+    tensors: Tensors,
+    spec: Spec,
+    importance_tile: int | None = None,
+) -> Levels:
+    """The resolution of a tile.
+
+    Args:
+        tile_query: (B, H, I, D), times the scale.
+        found: the cells and leaves.
+        cell_spread, leaf_spread: (B, H, M0) and (B, H, M), variances of their keys.
+        tensors, spec, importance_tile: as in `avq_attention`.
+    """
+    if spec.threshold is not None:
+        queries = sampled(tile_query, tensors.query.shape[2])
+        sink_key = tensors.sink_key
+        return resolution(queries, found, cell_spread, leaf_spread, sink_key, spec.threshold)
+    assert spec.num_refined is not None
+    counts = _counts(found.cell, found.parents)[..., 0].to(found.parents.dtype)
+    score = importance(tile_query, found.parents, counts, 1.0, importance_tile)
+    refined = select(score * cell_spread if spec.means else score, spec.num_refined)
+    return Levels(refined, torch.zeros_like(leaf_spread, dtype=torch.bool))
+
+
+def sampled(tile_query: Tensor, num_queries: int) -> Tensor:
+    """The queries (B, H, I, D) of a tile that decide its resolution: from `SAMPLED_FROM` queries in
+    all on, `SAMPLE` evenly spaced ones, else all."""
+    length = tile_query.shape[2]
+    if num_queries < SAMPLED_FROM or length <= SAMPLE:
+        return tile_query
+    return tile_query[:, :, torch.arange(SAMPLE) * length // SAMPLE]
 
 
 @torch.no_grad()
@@ -141,18 +152,15 @@ def resolution(
     leaf_spread: Tensor,
     sink_key: Tensor | None,
     threshold: float,
-) -> tuple[Tensor, Tensor]:
-    """Which parents a tile refines, and of which leaves it sees the keys.
+) -> Levels:
+    """The levels at which a further column would mend at most `threshold`.
 
     Args:
-        tile_query: (B, H, I, D), times the scale.
+        tile_query: (B, H, I, D), the queries that decide, times the scale.
         found: the cells and leaves.
         cell_spread, leaf_spread: (B, H, M0) and (B, H, M), variances of their keys.
         sink_key: (B, H, T, D) or None.
-        threshold: as in `threshold_attention`.
-
-    Returns:
-        (B, H, M0) and (B, H, M) bool; only leaves of refined parents show their keys.
+        threshold: at least 0.
     """
     num_parents, num_leaves = found.parents.shape[2], found.leaves.shape[2]
     size = tile_query.square().mean(dim=(2, 3))[..., None]  # (B, H, 1)
@@ -170,7 +178,7 @@ def resolution(
     gain = cell_mass * (growth(size * cell_spread) - growth(size * inside)) / further.clamp(min=1)
     refined = (further <= 0) | (gain > threshold)
     gain = leaf_mass * growth(size * leaf_spread) / leaf_counts.clamp(min=1)
-    return refined, refined[:, :, parent_of_leaf] & (gain > threshold)
+    return Levels(refined, refined[:, :, parent_of_leaf] & (gain > threshold))
 
 
 def growth(x: Tensor) -> Tensor:
@@ -204,15 +212,10 @@ def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Ten
 
 @torch.no_grad()
 def _masses(tile_query: Tensor, found: Quantized, sink_key: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean attention of a tile's queries to parents and leaves, (B, H, M0) and (B, H, M).
+    """Mean attention of queries to parents and leaves, (B, H, M0) and (B, H, M).
 
-    The softmax denominator runs over parents and sinks. From 4096 keys on, `SAMPLE` evenly spaced
-    queries decide.
+    The softmax denominator runs over parents and sinks.
     """
-    if found.cell.shape[2] >= SAMPLED_FROM:
-        length = tile_query.shape[2]
-        places = torch.arange(min(SAMPLE, length)) * length // min(SAMPLE, length)
-        tile_query = tile_query[:, :, places]
     parents, leaves = (
         tile_query @ rows.mT + _counts(index, rows).mT.to(rows.dtype).log()
         for index, rows in ((found.cell, found.parents), (found.leaf, found.leaves))
@@ -223,7 +226,7 @@ def _masses(tile_query: Tensor, found: Quantized, sink_key: Tensor | None) -> tu
     return masses[0], masses[1]
 
 
-def _tiles(tensors: Tensors, spec: Spec) -> tuple[Tensor, ...]:
+def tiles(tensors: Tensors, spec: Spec) -> tuple[Tensor, ...]:
     """The queries of each tile."""
     order, query = tensors.query_order, tensors.query
     order = torch.arange(query.shape[2], device=query.device) if order is None else order
@@ -384,51 +387,6 @@ def spread(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:
     """
     distance = _squared_distance(key, _take(codewords, index))
     return _means(distance[..., None], index, codewords)[..., 0]
-
-
-@torch.no_grad()
-def exact_gain(
-    tile_query: Tensor,
-    leaves: Tensor,
-    spread: Tensor,
-    parents: Tensor,
-    counts: Tensor,
-    scale: float,
-) -> Tensor:
-    """What a query tile gains per key of a leaf or cell whose keys become exact.
-
-    The gain is the attention mass that one key receives from the tile's queries, times the squared
-    spread of its leaf. The softmax denominator runs over the parents, as in `importance`.
-
-    Args:
-        tile_query: (B, H, I, D), the queries of one tile.
-        leaves: (B, H, M, D), what represents leaves and cells.
-        spread: (B, H, M), spread of their keys.
-        parents, counts, scale: as in `importance`.
-
-    Returns:
-        (B, H, M).
-    """
-    tile_query = scale * tile_query.to(parents.dtype)
-    parent_mass = tile_query @ parents.mT + counts.log()[:, :, None]
-    share = tile_query @ leaves.mT - parent_mass.logsumexp(-1, keepdim=True)
-    return (share + 2 * spread.to(share.dtype).log()[:, :, None]).exp().sum(dim=-2)
-
-
-def select_exact(gain: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
-    """Mark leaves in order of decreasing gain, as long as they total at most `exact_keys` keys.
-
-    Ties go to the lower index.
-
-    Args:
-        gain, counts: (..., M).
-
-    Returns:
-        (..., M) bool.
-    """
-    ranking = gain.argsort(dim=-1, descending=True, stable=True)
-    is_exact = counts.gather(-1, ranking).cumsum(dim=-1) <= exact_keys
-    return torch.zeros_like(is_exact).scatter(-1, ranking, is_exact)
 
 
 def select(score: Tensor, num_refined: int) -> Tensor:

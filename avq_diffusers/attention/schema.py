@@ -1,4 +1,4 @@
-"""How operators take a call: the fields of `Tensors`, then the numbers of a `Spec`."""
+"""How operators take a call: the fields of `Tensors`, then a `Spec`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,24 @@ CALL = ", ".join(
         *(f"Tensor? {name}" for name in Tensors._fields[3:-1]),
         "float scale",
         "SymInt[] numbers",
+        "float? threshold",
     ]
 )
 
 
 def call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
     """Unpack an operator's arguments."""
-    *inputs, numbers = arguments
-    return Tensors(*inputs), Spec.of_numbers(numbers)
+    *inputs, numbers, threshold = arguments
+    return Tensors(*inputs), Spec.of_numbers(numbers, threshold)
+
+
+def arguments_of(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
+    """The inverse of `call_of`.
+
+    Args:
+        tensors, spec: the call.
+    """
+    return *tensors, spec.numbers, spec.threshold
 
 
 def shapes_of(arguments: Sequence[Any]) -> tuple[Sequence[int], int, int, Spec]:

@@ -19,6 +19,21 @@ LARGEST_SCALE = sys.float_info.max
 NUM_TOKENS = 5
 
 
+class Attended(NamedTuple):
+    """What a call gives.
+
+    Attributes:
+        output: (B, H, N, D).
+        backend: the one that ran: never "auto".
+        shown: (B, H, T, 2) int32, the codewords and the keys that each query tile attends to, in
+            the order of tiles; None if something else than AVQ ran.
+    """
+
+    output: Tensor
+    backend: str
+    shown: Tensor | None = None
+
+
 class Tensors(NamedTuple):
     """All tensors of a call, and the factor on its logits.
 

@@ -130,6 +130,13 @@ def empty_tokens(tokens: Tensor) -> Tensor:
     )
 
 
+def empty_shown(query: Tensor, query_tile: int) -> Tensor:
+    """Uninitialized `Attended.shown` of a query (B, H, N, D)."""
+    batch, heads, num_queries, _ = query.shape
+    num_tiles = (num_queries + query_tile - 1) // query_tile
+    return query.new_empty(batch, heads, num_tiles, 2, dtype=torch.int32)
+
+
 def summarize(tensors: Tensors, spec: Spec) -> Summary:
     """The leaf of each key, and what represents the leaves; heads of all batch elements are
     flattened."""

@@ -20,6 +20,7 @@ FP32, FP64 = torch.float32, torch.float64
 # The widest dtype of every backend, and what its outputs may be off.
 BACKENDS = {"reference": (FP64, 1e-12), "torch": (FP64, 1e-12), "triton": (FP32, 4e-6)}
 SIZES = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
+THRESHOLD = {"num_refined": None}
 OWN, MEANS, STORED = "own", "means", "stored"
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
@@ -581,8 +582,8 @@ class TestThreshold:
     """Resolution by error, in the definition."""
 
     def run(self, threshold, query, key, value, **options):
-        call = unchecked_call(query, key, value, **SIZES | options)
-        return reference.threshold_attention(*call, threshold)
+        call = unchecked_call(query, key, value, **SIZES | THRESHOLD | options, threshold=threshold)
+        return reference.avq_attention(*call)
 
     @pytest.fixture
     def tokens(self):
@@ -643,7 +644,7 @@ class TestThreshold:
             key = (centres[:, None] + size * offsets).flatten(0, 1)[None, None]
             value = key @ affine + 1
             order = torch.arange(96)  # its evenly spaced keys are one of each cell
-            options = {"num_children": 0, "num_refined": 0, "key_order": order}
+            options = {"num_children": 0, "key_order": order}
             found = self.run(math.inf, query, key, value, **options)
             return relative_error(found, F.scaled_dot_product_attention(query, key, value))
 
@@ -652,7 +653,7 @@ class TestThreshold:
 
     def test_single_keys_add_nothing(self):
         query, key, value, _ = make_case(queries=6)
-        options = {"num_children": 0, "num_refined": 0}
+        options = {"num_children": 0}
         found = self.run(math.inf, query, key, value, **options)
         torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value))
 
