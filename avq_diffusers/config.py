@@ -21,6 +21,8 @@ _CONFIGURATION = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 DEFAULT_THRESHOLD = 1e-4
+# Queries of a tile that decide its columns, and the number of queries from which not all do.
+SAMPLE, SAMPLED_FROM = 16, 4096
 SIZES = ("num_parents", "num_children")
 RESOLUTIONS = ("threshold", "num_refined")  # exactly one decides
 
@@ -118,6 +120,11 @@ class Spec:
         if self.num_refined is None:
             return None
         return self.num_parents + self.num_refined * self.num_children
+
+    @property
+    def any_threshold(self) -> Self:
+        """The same with one threshold in place of any other."""
+        return self if self.threshold is None else self.changed(threshold=DEFAULT_THRESHOLD)
 
     @property
     def refines_some(self) -> bool:

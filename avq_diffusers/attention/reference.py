@@ -15,10 +15,7 @@ from torch import Tensor
 
 from avq_diffusers.attention.exact import keys_and_values
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import Spec
-
-# Queries of a tile that decide its resolution, and the number of queries from which not all do.
-SAMPLE, SAMPLED_FROM = 16, 4096
+from avq_diffusers.config import SAMPLE, SAMPLED_FROM, Spec
 
 
 class Quantized(NamedTuple):

@@ -1,4 +1,4 @@
-"""Aggregation kernel: the leaf of each key, and the mean and count of each codeword's keys.
+"""Aggregation kernel: the leaf of each key, and mean, spread and count of each codeword's keys.
 
 Shapes: as in `precompute`.
 """
@@ -40,8 +40,14 @@ class PiecePointers(NamedTuple):
     # (B, H, pieces, L, DP) float32, of values; with mean keys followed by the same for keys.
     piece_sums: tl.tensor
     piece_counts: tl.tensor  # (B, H, pieces, L) int32
-    # (B, H, pieces, L) float32, all of a cell in leaf 0 without exact keys; or None.
-    piece_squares: tl.tensor
+    piece_squares: tl.tensor  # (B, H, pieces, L) float32; or None
+    # (B, H, pieces, DP, DP) float32, covariance of values and keys inside leaves times the number
+    # of keys, once all pieces of a parent are added; or None.
+    piece_covariance: tl.tensor
+
+
+# Of a leaf in the tables of float16 values.
+MOST_SPREAD = tl.constexpr(60000.0)
 
 
 class HeadOfPieces(NamedTuple):
@@ -98,26 +104,23 @@ def _load_codes(head, parent, cell, SIZES, CELLS):
 
 
 @triton.jit
-def _sum_squares(square_ptr, start, stop, cell):
-    """Sum of the squared distances of a cell's keys, ranks `start` to `stop`."""
-    BLOCK: tl.constexpr = 256
-    squares = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(start, stop, BLOCK):
-        rank = first + tl.arange(0, BLOCK)
-        keys = keys_of_cell(rank, rank < stop, cell)
-        squares += tl.load(square_ptr + keys, mask=rank < stop, other=0.0)
-    return tl.sum(squares, axis=0)
+def _sum_leaves(head, at, codes, bias, origin, cell, start, stop, SIZES, CELLS, KEYS):
+    """Sums over a cell's keys, ranks `start` to `stop`; stores the leaf of each key.
 
-
-@triton.jit
-def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
-    """The `Sums` of a cell's keys, ranks `start` to `stop`, by their leaf, which is stored."""
+    Returns:
+        sums: the `Sums` of each leaf.
+        covariance: (DP, DP) sum of values times keys around the `origin` (DP); nothing without a
+            first-order term.
+    """
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     leaves = tl.arange(0, LEAF_ROWS)
     value_sums = tl.zeros([LEAF_ROWS, SIZES.PADDED_DIM], tl.float32)
     key_sums = value_sums
     chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
     squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
+    covariance = ()
+    if CELLS.FIRST_ORDER:
+        covariance += (tl.zeros([SIZES.PADDED_DIM, SIZES.PADDED_DIM], tl.float32),)
     for block in tl.range(start, stop, KEYS):
         # (KEYS)
         rank = block + tl.arange(0, KEYS)
@@ -141,13 +144,17 @@ def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
         value_sums += product(chosen, value)
         if SIZES.MEANS:
             key_sums += product(chosen, key)
-        if CELLS.EXACT_KEYS:
             square = tl.load(at.square + keys, mask=is_key, other=0.0)
             squares += tl.where(is_chosen, square[None, :], 0.0)
+        if CELLS.FIRST_ORDER:
+            # Values beyond the last key are 0.
+            offsets = (key.to(tl.float32) - origin[None, :]).to(key.dtype)
+            covariance = (product(tl.trans(value), offsets, covariance[0]),)
         if CELLS.LEAVES:
             leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
             tl.store(at.leaf + cell.first + rank, leaf, mask=is_key)
-    return Sums(value_sums, key_sums, tl.sum(squares, axis=1), tl.sum(chosen_counts, axis=1))
+    counts = tl.sum(chosen_counts, axis=1)
+    return Sums(value_sums, key_sums, tl.sum(squares, axis=1), counts), covariance
 
 
 @triton.jit
@@ -198,32 +205,38 @@ def _add_pieces(pieces, sums, parent, first_extra, num_parts, SIZES, CELLS):
 
 
 @triton.jit
-def _log2(count):
-    """log2 of a count, -inf for 0."""
-    return tl.where(count > 0, tl.log2(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
-
-
-@triton.jit
-def _store_values(tables, rows, means, share, is_row, SIZES, CELLS):
-    """Write rows of DV numbers: a mean value in the first D, the share of keys in the others."""
+def _store_values(tables, rows, means, spread, is_row, SIZES, CELLS):
+    """Write rows of DV numbers: a mean value in the first D, then 1, the spread and zeros."""
+    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     WIDTH: tl.constexpr = CELLS.VALUE_WIDTH
     row_ptr = tables.mean_values + rows * WIDTH
     dtype = row_ptr.dtype.element_ty
+    if dtype == tl.float16:
+        # A larger one adds nothing to the first-order term.
+        spread = tl.minimum(spread, MOST_SPREAD)
     dims = tl.arange(0, SIZES.PADDED_DIM)
-    numbers = tl.where((dims < SIZES.HEAD_DIM)[None, :], means, share[:, None])
+    others = _numbers(dims[None, :] - HEAD_DIM, spread[:, None])
+    numbers = tl.where((dims < HEAD_DIM)[None, :], means, others)
     mask = is_row[:, None] & (dims < WIDTH)[None, :]
     tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=mask)
     if WIDTH > SIZES.PADDED_DIM:
         dims = SIZES.PADDED_DIM + tl.arange(0, WIDTH - SIZES.PADDED_DIM)
-        numbers = tl.broadcast_to(share[:, None], [share.shape[0], WIDTH - SIZES.PADDED_DIM])
-        tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=is_row[:, None])
+        others = _numbers(dims[None, :] - HEAD_DIM, spread[:, None])
+        tl.store(row_ptr[:, None] + dims[None, :], others.to(dtype), mask=is_row[:, None])
+
+
+@triton.jit
+def _numbers(place, spread):
+    """1 at place 0, the spread at place 1, and 0 at others."""
+    return tl.where(place == 0, 1.0, tl.where(place == 1, spread, 0.0))
 
 
 @triton.jit
 def _store_mean_keys(head, at, rows, sums, squares, counts, is_row, SIZES, CELLS):
-    """Write mean keys around the centre, times the logits' factor, 0 without keys; and weights.
+    """Write mean keys around the centre, times the logits' factor, 0 without keys.
 
-    Returns the variance of each row: the mean squared distance of its keys from their mean.
+    Returns the spread of each row: the mean squared distance of its keys to their mean, times the
+    squared factor.
     """
     dims = tl.arange(0, SIZES.PADDED_DIM)
     inverse = 1.0 / tl.maximum(counts, 1)
@@ -234,72 +247,85 @@ def _store_mean_keys(head, at, rows, sums, squares, counts, is_row, SIZES, CELLS
     tl.store(pointers, codes.to(at.tables.codes.dtype.element_ty), mask=is_row[:, None])
     offsets = means - origin_of(head, SIZES)[None, :]
     variance = tl.maximum(squares * inverse - tl.sum(offsets * offsets, axis=1), 0.0)
-    if CELLS.EXACT_KEYS:
-        weight = variance * variance / tl.maximum(counts, 1)
-        tl.store(at.tables.row_weight + rows, weight, mask=is_row)
-    return variance
+    # The variance of a single key is rounding error.
+    return tl.where(counts > 1, variance * (CELLS.FACTOR * CELLS.FACTOR), 0.0)
 
 
 @triton.jit
 def _store_rows(head, at, sums, parent, SIZES, CELLS):
     """Write one parent's rows: for all its keys, for the keys that stay, and for its children."""
     tables, counts = at.tables, sums.counts
-    leaves = tl.arange(0, CELLS.LEAF_ROWS)
     count = tl.sum(counts, axis=0)
-    # (L) Divisor of a leaf's values; for the keys that stay, the count of all the parent's keys.
-    over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
-    share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
-    if SIZES.MEANS:
-        over = tl.maximum(counts, 1)
-        share = tl.full([CELLS.LEAF_ROWS], 1.0, tl.float32)
+    one = tl.zeros([1], tl.int32)
     rows, is_row = leaf_rows(parent, CELLS)
-    means = sums.of_values * (1.0 / over)[:, None]
-    _store_values(tables, rows, means, share, is_row, SIZES, CELLS)
+    spread = tl.zeros([CELLS.LEAF_ROWS], tl.float32)
+    cell_spread = tl.zeros([1], tl.float32)
     if SIZES.MEANS:
         keys, squares = sums.of_keys, sums.of_squares
-        _store_mean_keys(head, at, rows, keys, squares, counts, is_row, SIZES, CELLS)
-        tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
-    else:
-        is_child = (leaves > 0) & is_row
-        tl.store(tables.log_counts + rows - CELLS.PARENT_ROWS, _log2(counts), mask=is_child)
+        spread = _store_mean_keys(head, at, rows, keys, squares, counts, is_row, SIZES, CELLS)
+        tl.store(tables.spread + rows, spread, mask=is_row)
+        # (1, DP)
+        keys = tl.sum(keys, axis=0)[None, :]
+        squares = tl.sum(squares, axis=0) + cell_spread
+        cell_spread = _store_mean_keys(
+            head, at, one + parent, keys, squares, one + count, one == 0, SIZES, CELLS
+        )
+        tl.store(tables.spread + parent + one, cell_spread)
+        inside = tl.sum(spread * counts, axis=0) / tl.maximum(count, 1)
+        tl.store(tables.inside + 2 * parent, inside)
+        further = tl.sum((counts > 0).to(tl.float32), axis=0) - 1.0
+        tl.store(tables.inside + 2 * parent + 1, further)
 
-    # (1, DP)
+    means = sums.of_values * (1.0 / tl.maximum(counts, 1))[:, None]
+    _store_values(tables, rows, means, spread, is_row, SIZES, CELLS)
+    tl.store(tables.counts + rows, counts, mask=is_row)
     means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
-    ones = tl.full([1], 1.0, tl.float32)
-    row = tl.arange(0, 1) + parent
-    _store_values(tables, row, means, ones, ones > 0, SIZES, CELLS)
-    if SIZES.MEANS:
-        keys = tl.sum(sums.of_keys, axis=0)[None, :]
-        counts = count + tl.zeros_like(row)
-        squares = tl.sum(sums.of_squares, axis=0) + tl.zeros_like(ones)
-        variance = _store_mean_keys(head, at, row, keys, squares, counts, ones > 0, SIZES, CELLS)
-        tl.store(tables.variance + row, variance)
-    tl.store(tables.log_counts + parent, _log2(count))
+    _store_values(tables, one + parent, means, cell_spread, one == 0, SIZES, CELLS)
+    tl.store(tables.counts + parent, count)
+
+
+@triton.jit
+def _covariance_at(pieces, piece, SIZES):
+    """Pointers (DP, DP) to the covariance of a piece."""
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    numbers = dims[:, None] * SIZES.PADDED_DIM + dims[None, :]
+    SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
+    return pieces.piece_covariance + piece * SIZE + numbers
+
+
+@triton.jit
+def _without_means(covariance, sums, origin):
+    """What is left of a covariance around the `origin` without that of the means of leaves."""
+    inverse = 1.0 / tl.maximum(sums.counts, 1)
+    offsets = sums.of_keys * inverse[:, None] - origin[None, :]
+    return product(-tl.trans(sums.of_values), offsets, covariance)
 
 
 @triton.jit
 def _pieces_of_head(pieces, batch_head, num_pieces, SIZES, CELLS):
     """The `PiecePointers` of a head."""
-    first = batch_head * num_pieces * CELLS.LEAF_ROWS
+    first_piece = batch_head * num_pieces
+    first = first_piece * CELLS.LEAF_ROWS
     return PiecePointers(
         pieces.piece_sums + first * ((2 if SIZES.MEANS else 1) * SIZES.PADDED_DIM),
         pieces.piece_counts + first,
         pieces.piece_squares + first,
+        pieces.piece_covariance + first_piece * (SIZES.PADDED_DIM * SIZES.PADDED_DIM),
     )
 
 
 @triton.jit
 def _tables_of_head(tables, batch_head, SIZES, CELLS):
     """The `Tables` of a head."""
-    CODE_ROWS: tl.constexpr = CELLS.ROWS if SIZES.MEANS else CELLS.ROWS - CELLS.PARENT_ROWS
     row = batch_head * CELLS.ROWS
     return Tables(
         tables.codes + row * SIZES.PADDED_DIM,
         tables.mean_values + row * CELLS.VALUE_WIDTH,
-        tables.log_counts + batch_head * CODE_ROWS,
-        tables.variance + batch_head * CELLS.PARENT_ROWS,
-        tables.row_weight + row,
-        tables.refined,
+        tables.counts + row,
+        tables.spread + row,
+        tables.inside + batch_head * (2 * CELLS.PARENT_ROWS),
+        tables.matrix,
+        tables.matrix_scale,
     )
 
 
@@ -347,23 +373,27 @@ def aggregate_kernel(
         return
     cell = cell_of(parent, sorted_of_head, CELLS)
     codes, bias = _load_codes(head, parent, cell, SIZES, CELLS)
+    origin = ()
+    if CELLS.FIRST_ORDER:
+        parents = parent + tl.zeros([16], tl.int32)
+        origin = tl.max(own_parents(head, parents, parents < SIZES.NUM_PARENTS, SIZES), axis=0)
+        origin = origin.to(tl.float32)
 
     start = part * PIECE
     stop = tl.minimum(start + PIECE, cell.total)
-    sums = _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS)
-    leaves = tl.arange(0, LEAF_ROWS)
-    if CELLS.EXACT_KEYS:
-        tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + leaves, sums.counts)
-    elif SIZES.MEANS:
-        # A separate loop: the one above has no registers to spare.
-        of_cell = _sum_squares(at.square, start, stop, cell)
-        squares = tl.where(leaves == 0, of_cell, 0.0)
-        sums = Sums(sums.of_values, sums.of_keys, squares, sums.counts)
-
+    sums, covariance = _sum_leaves(
+        head, at, codes, bias, origin, cell, start, stop, SIZES, CELLS, KEYS
+    )
+    tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + tl.arange(0, LEAF_ROWS), sums.counts)
     if cell.total <= PIECE:
         _store_rows(head, at, sums, parent, SIZES, CELLS)
+        if CELLS.FIRST_ORDER:
+            covariance = _without_means(covariance[0], sums, origin)
+            tl.store(_covariance_at(at.pieces, piece, SIZES), covariance)
     else:
         _store_piece(at.pieces, piece, sums, SIZES, CELLS)
+        if CELLS.FIRST_ORDER:
+            tl.store(_covariance_at(at.pieces, piece, SIZES), covariance[0])
         # All threads must have stored before one of them signals it.
         tl.debug_barrier()
         num_parts = tl.cdiv(cell.total, PIECE)
@@ -372,3 +402,6 @@ def aggregate_kernel(
             first_extra = first_extra_piece(parent, sorted_of_head, CELLS)
             sums = _add_pieces(at.pieces, sums, parent, first_extra, num_parts, SIZES, CELLS)
             _store_rows(head, at, sums, parent, SIZES, CELLS)
+            if CELLS.FIRST_ORDER:
+                first = _covariance_at(at.pieces, parent, SIZES)
+                tl.store(first, _without_means(tl.load(first), sums, origin))

@@ -1,28 +1,17 @@
-"""Flash AVQ-attention kernel (paper, Algorithm 2): one launch, one program per query tile.
+"""Attend kernel: softmax attention of one query tile to its list of columns.
 
-    importance_p = sum_i n_p exp(q_i . c_p) / sum_r n_r exp(q_i . c_r)   queries i of a tile
-    y_i = sum_a n_a exp(q_i . c_a) mean_a / sum_a n_a exp(q_i . c_a)     codewords a that it sees
+    y_i = sum_a n_a exp(q_i . c_a) mean_a / sum_a n_a exp(q_i . c_a)     columns a of its tile
 
-A tile sees all parents and the children of its `num_refined` most important parents. A refined
-parent stands only for the keys that stay with it, so the result matches the definition for any
-codebook; the paper's correction does so only if every parent is the mean of its children.
+The columns are codewords, then the keys of leaves that are shown key by key, then sinks. A refined
+parent stands for the keys that stay with it, so this matches the definition for any codebook; the
+paper's correction (Algorithm 2) does so only if every parent is the mean of its children. With own
+codewords, the first-order term follows (`first_order`).
 
-Logits are in base 2 and include the log2 count. An empty codeword has logit -inf: it neither moves
-a maximum nor contributes to a sum.
+Shapes: B batch, H heads, N queries, T query tiles, D head dim, M0 parents, C children, P refined
+parents. Padded to powers of two, D is DP, M0 is MP (at least 16) and C is CP (0 without children).
 
-Weights are relative to a maximum of the logits, `running_max`. With RUNNING, it grows block by
-block and the sums are rescaled. Without RUNNING, which is faster, it is the largest parent logit
-(of the first block of parents if all or none are refined). A child's logit can far exceed it, or
-all keys can be in children far below it; where weights leave float16's range, the tile is
-recomputed with RUNNING.
-
-Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents. Padded
-to powers of two, D is DP, M0 is MP (at least 16) and C is CP (0 without children).
-
-Rows of `mean_values`: MP parents with all their keys, MP parents with the keys that stay, then CP
-children for each of the M0 parents. With mean keys, `codes` and `log_counts` of each batch element
-have the same rows. Stored codewords need no rows for the keys that stay: a refined parent is
-weighted by all its keys, and numbers of `mean_values` from D on hold the share that stays.
+Rows of the tables: MP parents with all their keys, MP parents with the keys that stay, then CP
+children for each of the M0 parents.
 """
 
 import math
@@ -33,111 +22,195 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.codewords import padded, value_width
-from avq_diffusers.attention.triton.exact import (
-    TilePointers,
-    TokenLayout,
-    exact_of_tile,
-    sinks_of_tile,
-)
-from avq_diffusers.attention.triton.launch import Launch, Memory
+from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
+from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
 from avq_diffusers.attention.triton.problem import Given, Layout, Problem, Strides, alignment_of
-from avq_diffusers.attention.triton.rows import Tables
-from avq_diffusers.attention.triton.softmax import TileBlocks, TileSizes
-from avq_diffusers.attention.triton.tile import TileInputs, attend_tile
+from avq_diffusers.attention.triton.rows import Tables, product
+from avq_diffusers.attention.triton.select import (
+    ColumnPointers,
+    Programs,
+    SelectBlocks,
+    select_kernel,
+)
+from avq_diffusers.attention.triton.softmax import (
+    TileSizes,
+    attend_codewords,
+    empty_softmax,
+    load_dims,
+    total_spread,
+    total_weight,
+)
+from avq_diffusers.attention.triton.tile import (
+    head_of_tables,
+    load_queries,
+    output_rows,
+    query_rows,
+    size_of,
+    store_dims,
+    whole_tile,
+)
+from avq_diffusers.attention.triton.tokens import (
+    TokenLayout,
+    TokenPointers,
+    attend_tokens,
+    centre_logits,
+    tokens_of_head,
+)
 from avq_diffusers.attention.triton.tuning import (
-    COLUMN_BLOCK,
+    MATRIX_PIECES,
     AttentionTiling,
-    again_blocks,
     attention_tiling,
-    keys_per_block,
-    meets_keys,
+    select_tiling,
 )
 
 
-class TileOfQueries(NamedTuple):
-    """A program's queries."""
+class AttendBlocks(NamedTuple):
+    """Compile-time blocks: queries, codewords, keys, and leaves whose keys are found at once."""
 
-    batch: tl.tensor
-    head: tl.tensor
-    batch_head: tl.tensor
-    number: tl.tensor  # index of the tile over all heads
-    token: tl.tensor  # (BLOCK_N)
-    valid: tl.tensor  # (BLOCK_N) False on padding
+    N: tl.constexpr
+    C: tl.constexpr
+    K: tl.constexpr
+    LEAVES: tl.constexpr
 
 
 @triton.jit
-def tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS):
-    """The `TileOfQueries` of this program."""
-    num_tiles = tl.num_programs(0) // SIZES.HEADS
-    # Heads first: the rows of neighbouring heads share cache lines.
-    head = tl.program_id(0) % SIZES.HEADS
-    tile = tl.program_id(0) // SIZES.HEADS
-    batch = tl.program_id(1).to(tl.int64)
-    batch_head = batch * SIZES.HEADS + head
-
-    row = tl.arange(0, BLOCKS.N)
-    token = tile * SIZES.QUERY_TILE + row
-    valid = (row < SIZES.QUERY_TILE) & (token < num_queries)
-    if SIZES.ORDERED:
-        token = tl.load(query_order_ptr + token, mask=valid, other=0).to(tl.int32)
-    return TileOfQueries(batch, head, batch_head, batch_head * num_tiles + tile, token, valid)
+def _add_codewords(query, tables, row_ptr, num_codewords, softmax, SIZES, BLOCKS):
+    """Add the codewords of a tile to a softmax."""
+    for first in tl.range(0, num_codewords, BLOCKS.C):
+        place = first + tl.arange(0, BLOCKS.C)
+        valid = place < num_codewords
+        rows = tl.load(row_ptr + place, mask=valid, other=0)
+        softmax = attend_codewords(query, tables, rows, valid, softmax, SIZES)
+    return softmax
 
 
 @triton.jit
-def tables_of_tile(tables, tile, SIZES):
-    """The head's tables and the tile's refined parents."""
-    code_head = tile.batch_head if SIZES.MEANS else tile.head
-    return Tables(
-        tables.codes + code_head * (SIZES.CODE_ROWS * SIZES.PADDED_DIM),
-        tables.mean_values + tile.batch_head * (SIZES.ROWS * SIZES.VALUE_WIDTH),
-        tables.log_counts + tile.batch_head * SIZES.CODE_ROWS,
-        tables.variance + tile.batch_head * SIZES.PARENT_ROWS,
-        tables.row_weight + tile.batch_head * SIZES.ROWS,
-        tables.refined + tile.number * SIZES.NUM_REFINED,
+def leaves_at(row_ptr, first, num_leaves, tables, row_start_ptr, SIZES, LEAVES):
+    """Where the keys of LEAVES of a tile's leaves are, whose keys it shows one by one.
+
+    Returns:
+        start: place of the first key in the order of leaves.
+        num_keys: number of keys.
+        stops: (LEAVES) number of keys up to and with each leaf.
+        gaps: (LEAVES) places between its last key and the first of the next leaf.
+    """
+    leaf = first + tl.arange(0, LEAVES)
+    valid = leaf < num_leaves
+    follows = leaf + 1 < num_leaves
+    rows = tl.load(row_ptr + SIZES.MOST - 1 - leaf, mask=valid, other=0)
+    next_rows = tl.load(row_ptr + SIZES.MOST - 2 - leaf, mask=follows, other=0)
+    counts = tl.load(tables.counts + rows, mask=valid, other=0)
+    starts = tl.load(row_start_ptr + rows, mask=valid, other=0)
+    next_starts = tl.load(row_start_ptr + next_rows, mask=follows, other=0)
+    start = tl.sum(tl.where(leaf == first, starts, 0), axis=0)
+    return start, tl.sum(counts, axis=0), tl.cumsum(counts, axis=0), next_starts - starts - counts
+
+
+@triton.jit
+def place_after_gaps(rank, start, stops, gaps):
+    """Places in the order of leaves of some keys, by their rank from `start` on."""
+    is_passed = stops[None, :] <= rank[:, None]
+    return start + rank + tl.sum(tl.where(is_passed, gaps[None, :], 0), axis=1)
+
+
+@triton.jit
+def _add_keys(
+    query, of_centre, tables, keys, leaves, row_ptr, num_leaves, softmax, SIZES, BLOCKS
+):
+    """Add the keys of the leaves that a tile shows key by key."""
+    for first in tl.range(0, num_leaves, BLOCKS.LEAVES):
+        start, num_keys, stops, gaps = leaves_at(
+            row_ptr, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
+        )
+        for first_rank in tl.range(0, num_keys, BLOCKS.K):
+            rank = first_rank + tl.arange(0, BLOCKS.K)
+            valid = rank < num_keys
+            place = place_after_gaps(rank, start, stops, gaps)
+            token = tl.load(leaves.leaf_order + place, mask=valid, other=0)
+            softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
+    return softmax
+
+
+@triton.jit
+def _add_sinks(query, of_centre, sinks, softmax, SIZES, BLOCKS):
+    """Add all sinks."""
+    for first in tl.range(0, sinks.number, BLOCKS.K):
+        token = first + tl.arange(0, BLOCKS.K)
+        valid = token < sinks.number
+        softmax = attend_tokens(query, of_centre, sinks, token, valid, softmax, SIZES)
+    return softmax
+
+
+@triton.jit
+def leaves_of_head(leaves, tile, num_keys, SIZES):
+    """The `LeafPointers` of a tile's head."""
+    return LeafPointers(
+        leaves.leaf_order + tile.batch_head * num_keys,
+        leaves.row_start + tile.batch_head * SIZES.ROWS,
     )
 
 
 @triton.jit
-def query_rows(pointer, strides, tile, STRIDE_TOKEN):
-    """(BLOCK_N, 1) row pointers of the queries, or of the gradients of their outputs."""
-    start = tile.batch * strides.batch + tile.head.to(tl.int64) * strides.head
-    return pointer + tl.multiple_of(start, 8) + tile.token[:, None] * STRIDE_TOKEN
+def attend_tile(
+    query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
+):
+    """The softmax of a tile over its columns."""
+    row_ptr = columns.row + tile.number * SIZES.MOST
+    num_codewords = tl.load(columns.shown + tile.number * 2)
+    softmax = empty_softmax(BLOCKS.N, SIZES)
+    softmax = _add_codewords(query, tables, row_ptr, num_codewords, softmax, SIZES, BLOCKS)
+    if SIZES.REFINES == "threshold" or SIZES.SINKS:
+        centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head.to(tl.int64)
+        centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
+        of_centre = centre_logits(query, centre_ptr, SIZES)
+        if SIZES.REFINES == "threshold":
+            num_leaves = tl.load(columns.num_leaves + tile.number)
+            keys = tokens_of_head(
+                tokens.key, tokens.value, key_layout, tile.batch, tile.head, SIZES
+            )
+            leaves = leaves_of_head(leaves, tile, key_layout.number, SIZES)
+            softmax = _add_keys(
+                query, of_centre, tables, keys, leaves, row_ptr, num_leaves, softmax, SIZES, BLOCKS
+            )
+        if SIZES.SINKS:
+            sinks = tokens_of_head(
+                tokens.sink_key, tokens.sink_value, sink_layout, tile.batch, tile.head, SIZES
+            )
+            softmax = _add_sinks(query, of_centre, sinks, softmax, SIZES, BLOCKS)
+    return softmax
 
 
 @triton.jit
-def load_dims(row_pointers, first, tile, HEAD_DIM, WIDTH):
-    """Load dims of the query rows from `first` on, padded with zeros."""
-    dims = first + tl.arange(0, WIDTH)
-    mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
-    return tl.load(row_pointers + dims[None, :], mask=mask, other=0.0)
+def matrix_block(tables, VALUE, VALUES, DIM, DIMS, SIZES):
+    """(DIMS, VALUES) A block of the first-order matrix, transposed."""
+    values = VALUE + tl.arange(0, VALUES)
+    dims = DIM + tl.arange(0, DIMS)
+    return tl.load(tables.matrix + values[None, :] * SIZES.PADDED_DIM + dims[:, None])
 
 
 @triton.jit
-def output_rows(pointer, tile, num_queries, SIZES):
-    """(BLOCK_N, 1) row pointers of the queries in (B, N, H, D) memory."""
-    TOKEN: tl.constexpr = SIZES.HEADS * SIZES.HEAD_DIM
-    start = tile.batch * num_queries * TOKEN + tile.head * SIZES.HEAD_DIM
-    return pointer + start + tile.token[:, None] * TOKEN
+def _follow(query, tables, VALUE, VALUES, SIZES):
+    """(BLOCK_N, VALUES) Matrix times queries, for some dims of the values."""
+    block = matrix_block(tables, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES)
+    found = product(query[0], block)
+    if SIZES.REST_D > 0:
+        block = matrix_block(tables, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
+        found = product(query[1], block, found)
+    scale = tl.load(tables.matrix_scale + VALUE + tl.arange(0, VALUES))
+    return found * scale[None, :]
 
 
 @triton.jit
-def store_dims(row_pointers, first, tile, block, HEAD_DIM):
-    """Store dims of the query rows from `first` on."""
-    dims = first + tl.arange(0, block.shape[1])
-    mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(row_pointers + dims[None, :], block, mask=mask)
-
-
-@triton.jit
-def attention_kernel(
+def attend_kernel(
     query_ptr,
     query_order_ptr,
     output_ptr,
     tables: Tables,
-    keys: TilePointers,
+    tokens: TokenPointers,
+    leaves: LeafPointers,
+    columns: ColumnPointers,
     num_queries,
-    exact_keys,
     query_strides: Strides,
     key_layout: TokenLayout,
     sink_layout: TokenLayout,
@@ -147,105 +220,132 @@ def attention_kernel(
 ):
     """Write the outputs of one query tile."""
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
-    tile = tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS)
-    tables = tables_of_tile(tables, tile, SIZES)
-    exact = exact_of_tile(keys, key_layout, exact_keys, tables, tile, SIZES)
-    sinks = sinks_of_tile(keys, sink_layout, tile, SIZES)
+    BLOCK_D: tl.constexpr = SIZES.BLOCK_D
+    tile = whole_tile(query_order_ptr, num_queries, SIZES, BLOCKS.N)
+    tables = head_of_tables(tables, tile, SIZES)
+    query = load_queries(query_rows(query_ptr, query_strides, tile, QUERY_STRIDE), tile, SIZES)
+    softmax = attend_tile(
+        query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
+    )
+    inverse = 1.0 / total_weight(softmax, SIZES)
+    weight = inverse
+    if SIZES.FIRST_ORDER:
+        seen = total_spread(softmax, SIZES) * inverse
+        weight = seen / (1.0 + seen * size_of(query, SIZES))
 
-    # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
-    rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
-    query = (load_dims(rows, 0, tile, HEAD_DIM, SIZES.BLOCK_D),)
-    if SIZES.REST_D > 0:
-        query += (load_dims(rows, SIZES.BLOCK_D, tile, HEAD_DIM, SIZES.REST_D),)
-
-    inputs = TileInputs(query, tile.valid, tables, exact, sinks)
-    softmax, total, _ = attend_tile(inputs, SIZES, BLOCKS)
-
-    inverse = (1.0 / total)[:, None]
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
-    store_dims(rows, 0, tile, softmax.numerator[0] * inverse, HEAD_DIM)
+    output = softmax.numerator[0] * inverse[:, None]
+    if SIZES.FIRST_ORDER:
+        output += weight[:, None] * _follow(query, tables, 0, BLOCK_D, SIZES)
+    store_dims(rows, 0, tile, output, HEAD_DIM)
     if SIZES.REST_D > 0:
-        store_dims(rows, SIZES.BLOCK_D, tile, softmax.numerator[1] * inverse, HEAD_DIM)
+        output = softmax.numerator[1] * inverse[:, None]
+        if SIZES.FIRST_ORDER:
+            output += weight[:, None] * _follow(query, tables, BLOCK_D, SIZES.REST_D, SIZES)
+        store_dims(rows, BLOCK_D, tile, output, HEAD_DIM)
 
 
 class Tiles(NamedTuple):
-    """What kernels that run on query tiles have in common.
+    """What kernels that run on query tiles have in common, and the launch that selects."""
 
-    The memory holds `tables.refined`, (B, H, tiles, P) int32, the parents that each tile refines,
-    and with exact keys the columns in `keys`.
-    """
-
+    select: Launch
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
-    tables: Tables
-    keys: TilePointers
+    columns: ColumnPointers
     sizes: TileSizes
 
 
-def attention_launch(
+def attention_launches(
     problem: Problem, given: Given, precompute: Precompute, memory: Memory
-) -> Launch:
-    """The launch for the attention of a call, which adds to its memory. `given` are pointers."""
+) -> list[Launch]:
+    """The launches after the precompute, which add to the memory. `given` are pointers."""
     tiling = attention_tiling(problem)
     tiles = query_tiles(problem, given, precompute, memory, tiling)
-    return Launch(
-        attention_kernel,
+    attend = Launch(
+        attend_kernel,
         tiles.grid,
         tiles.arguments,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
     )
+    return [tiles.select, attend]
 
 
 def query_tiles(
-    problem: Problem, given: Given, precompute: Precompute, memory: Memory, tiling: AttentionTiling
+    problem: Problem,
+    given: Given,
+    precompute: Precompute,
+    memory: Memory,
+    tiling: AttentionTiling,
+    *,
+    levels: bool = False,
 ) -> Tiles:
-    """The `Tiles` of a call, which add to its memory."""
-    batch, heads, num_queries, _ = problem.query.shape
+    """The `Tiles` of a call, which add to its memory; with `levels`, for a backward pass."""
+    batch, heads, _, _ = problem.query.shape
     query_strides = problem.query.divided(1)
-    exact = (problem.key, problem.value) if problem.exact_keys else ()
-    align = alignment_of(*exact, *(problem.sinks or ()))
+    keys = (problem.key, problem.value) if problem.shows_keys else ()
+    align = alignment_of(*keys, *(problem.sinks or ()))
     sizes = _sizes(problem, tiling, align)
     shape = (batch, heads, problem.num_tiles)
-    refined = memory.add((*shape, problem.spec.num_refined), torch.int32)
-    keys = TilePointers(
-        *(given.key, given.value, given.sink_key, given.sink_value, precompute.centre),
-        *precompute.leaves,
-        *(None, None, None, None),
+    columns = ColumnPointers(
+        row=memory.add((*shape, sizes.MOST), torch.int32),
+        shown=memory.add((*shape, 2), torch.int32) if levels else given.shown,
+        num_leaves=memory.add(shape, torch.int32),
+        refined=memory.add((*shape, sizes.PARENT_ROWS), torch.int32),
+        level=memory.add((*shape, sizes.ROWS), torch.int8) if levels else None,
     )
-    if problem.exact_keys:
-        columns = (*shape, sizes.VISIBLE)
-        keys = keys._replace(
-            score=memory.add(columns, torch.float32),
-            row=memory.add(columns, torch.int32),
-            exact_row=memory.add(columns, torch.int32),
-            first=memory.add(columns, torch.int32),
-        )
-    tables = precompute.tables._replace(refined=refined)
-    blocks = min(tiling.parent_block, sizes.PARENT_ROWS), tiling.parents_per_block
-    arguments = {
+    centre = precompute.centre
+    sources = given.key, given.value, given.sink_key, given.sink_value
+    arguments = precompute.arguments | {
         "query_ptr": given.query,
         "query_order_ptr": given.query_order,
         "output_ptr": given.output,
-        "tables": tables,
-        "keys": keys,
-        "num_queries": num_queries,
-        "exact_keys": problem.exact_keys,
+        "tokens": TokenPointers(*sources, centre),
+        "columns": columns,
+        "num_queries": problem.query.shape[2],
+        "num_tiles": problem.num_tiles,
+        "threshold": min(problem.spec.threshold or 0.0, LARGEST_FLOAT32),
         "query_strides": query_strides,
-        "key_layout": _token_layout(exact, align),
+        "key_layout": _token_layout(keys, align),
         "sink_layout": _token_layout(problem.sinks, align),
         "QUERY_STRIDE": query_strides.token,
         "SIZES": sizes,
-        "BLOCKS": TileBlocks(
-            padded(problem.spec.query_tile, 16),
-            *blocks,
-            tiling.running_max,
-            *again_blocks(problem, *blocks),
-        ),
     }
+    attend = AttendBlocks(
+        padded(problem.spec.query_tile, 16), tiling.codewords, tiling.keys, tiling.leaves
+    )
+    select = _select_launch(problem, precompute, arguments, levels=levels)
     grid = heads * problem.num_tiles, batch, 1
-    return Tiles(grid, arguments, tables, keys, sizes)
+    return Tiles(select, grid, arguments | {"BLOCKS": attend}, columns, sizes)
+
+
+# Above every gain of a further column that is finite.
+LARGEST_FLOAT32 = 3.4e38
+
+
+def _select_launch(
+    problem: Problem, precompute: Precompute, arguments: dict[str, Any], *, levels: bool
+) -> Launch:
+    tiling = select_tiling(problem)
+    sizes = arguments["SIZES"]
+    batch, heads, _, _ = problem.query.shape
+    num_pieces = precompute.arguments["num_pieces"] if problem.shows_keys else 0
+    num_matrix = -(-sizes.PADDED_DIM // tiling.matrix_rows) if problem.has_first_order else 0
+    blocks = SelectBlocks(
+        SAMPLES=padded(problem.num_samples, 16),
+        M=min(tiling.parents, sizes.PARENT_ROWS),
+        P=max(1, tiling.parents // max(1, sizes.CHILD_ROWS)),
+        K=tiling.sinks,
+        KEYS=tiling.keys,
+        VALUES=tiling.matrix_rows,
+        PIECES=MATRIX_PIECES,
+        SCALE=problem.scale,
+        LEVELS=levels,
+    )
+    chosen = {"programs": Programs(num_pieces, num_matrix), "BLOCKS": blocks}
+    grid = heads * (num_pieces + num_matrix + problem.num_tiles), batch, 1
+    return Launch(select_kernel, grid, arguments | chosen, num_warps=tiling.num_warps, num_stages=1)
 
 
 def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout:
@@ -261,33 +361,30 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
     head_dim = problem.query.shape[3]
     padded_dim, parent_rows, child_rows = problem.padded_sizes
     rows = 2 * parent_rows + spec.num_parents * child_rows
-    visible = padded(parent_rows + spec.num_refined * child_rows) if problem.exact_keys else 0
+    refines = {None: "threshold", 0: "none", spec.num_parents: "all"}
     return TileSizes(
         HEADS=problem.query.shape[1],
         HEAD_DIM=head_dim,
         QUERY_TILE=spec.query_tile,
         NUM_PARENTS=spec.num_parents,
-        NUM_REFINED=spec.num_refined,
+        NUM_REFINED=spec.num_refined or 0,
         PARENT_ROWS=parent_rows,
         CHILD_ROWS=child_rows,
-        REFINED_ROWS=padded(spec.num_refined) if spec.num_refined else 0,
         ROWS=rows,
         CODE_ROWS=rows if spec.means else rows - parent_rows,
+        MOST=spec.num_leaves,
         # Cut into 32 + 16 dims, products on an H200 read beyond shared memory with Triton 3.6
         # (triton issues 10486, 11366).
         BLOCK_D=64 if tiling.rest_dims else padded_dim,
         REST_D=tiling.rest_dims,
         PADDED_DIM=padded_dim,
         VALUE_WIDTH=value_width(head_dim),
-        SELECTS=spec.refines_some,
+        REFINES=refines.get(spec.num_refined, "some"),
         MEANS=spec.means,
-        EXACT_KEYS=problem.exact_keys > 0,
+        FIRST_ORDER=problem.has_first_order,
         SINKS=problem.sinks is not None,
         ORDERED=problem.query_order is not None,
         OWN_CENTRE=not problem.is_stored,
-        VISIBLE=visible,
-        BLOCK_C=COLUMN_BLOCK,
-        BLOCK_K=keys_per_block(problem),
-        FACTOR=problem.scale * math.log2(math.e) if meets_keys(problem) else 0.0,
+        FACTOR=problem.scale * math.log2(math.e),
         ALIGN=align,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.attention.triton.attention import attention_launch
+from avq_diffusers.attention.triton.attention import attention_launches
 from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import MOST_PLANS, Memory, Plan, are_aligned
 from avq_diffusers.attention.triton.precompute import precompute_launches
@@ -23,29 +23,32 @@ reductions: Counter[Problem] = Counter()
 
 def kernel_attention(
     tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, spec: Spec
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """AVQ attention on the current device.
 
     Args:
         tensors: float16, bfloat16 or float32 tokens of one dtype; the codebook is ignored.
         stored: codewords from `codewords.pack`; None takes keys.
         parents: (B, H, M0, D) in place of keys, dtype of the keys, contiguous; or None.
-        spec: the call's options. Exact keys need means.
+        spec: the call's options.
 
     Returns:
-        (B, H, N, D) view of new (B, N, H, D) memory, dtype of the queries.
+        The output, a (B, H, N, D) view of new (B, N, H, D) memory, dtype of the queries; and
+        `Attended.shown`.
 
     Raises:
         OutOfResources: even the smallest tiling exceeds the GPU's registers or shared memory.
     """
     tensors = readable(tensors)
-    output = _empty_output(tensors.query)
-    given = given_by(tensors, stored, parents, output)
+    results = _empty_results(tensors.query, spec)
+    given = given_by(tensors, stored, parents, *results)
     run_fitting(_plan, Problem.of(tensors, stored, parents, spec), given)
-    return output
+    return results
 
 
-def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], Tensor | None]:
+def repetition(
+    tensors: Tensors, spec: Spec
+) -> Callable[[Tensors], tuple[Tensor, Tensor] | None]:
     """`kernel_attention` for further calls that look like one that has run, with own codewords.
 
     Args:
@@ -62,19 +65,23 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], Tensor | Non
     reduction = reductions[problem.variant] if reductions else 0
     plan = _plan(problem._replace(reduction=reduction) if reduction else problem)
 
-    def repeat(tensors: Tensors) -> Tensor | None:
-        output = _empty_output(tensors.query)
-        given = given_by(tensors, None, None, output)
+    def repeat(tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        results = _empty_results(tensors.query, spec)
+        given = given_by(tensors, None, None, *results)
         if not are_aligned(given):
             return None
         plan.run(given, problem.device)
-        return output
+        return results
 
     return repeat
 
 
-def _empty_output(query: Tensor) -> Tensor:
-    return torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
+def _empty_results(query: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    batch, heads, num_queries, _ = query.shape
+    like = {"device": query.device}
+    output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, **like)
+    num_tiles = -(-num_queries // spec.query_tile)
+    return output, torch.empty((batch, heads, num_tiles, 2), dtype=torch.int32, **like)
 
 
 def run_fitting(
@@ -101,5 +108,5 @@ def _plan(problem: Problem) -> Plan:
     memory = Memory(len(Given._fields))
     given = problem.pointers()
     precompute = precompute_launches(problem, given, memory)
-    attention = attention_launch(problem, given, precompute, memory)
-    return Plan(memory, [*precompute.launches, attention])
+    launches = attention_launches(problem, given, precompute, memory)
+    return Plan(memory, [*precompute.launches, *launches])

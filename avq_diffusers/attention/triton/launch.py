@@ -123,7 +123,7 @@ class Launch:
             self.direct(stream, (*[find(addresses) for find in self._addresses], *self._values))
             return
         filled = {
-            name: each(lambda x: x if isinstance(x, int) else addresses[_place(x)], value)
+            name: each(lambda x: x if isinstance(x, int | float) else addresses[_place(x)], value)
             for name, value in self.arguments.items()
         }
         constants = self.constants if IS_INTERPRETED else self.compiled_constants()
@@ -143,7 +143,7 @@ class Launch:
 
 
 def _holds_numbers(value: Any) -> bool:
-    return isinstance(value[0] if isinstance(value, tuple) else value, int)
+    return isinstance(value[0] if isinstance(value, tuple) else value, int | float)
 
 
 def _places(value: Any) -> list[int]:
@@ -155,7 +155,7 @@ def _place(pointer: Pointer | None) -> int:
     return -1 if pointer is None else pointer.place
 
 
-def _representative(value: Pointer | int | None) -> Any:
+def _representative(value: Pointer | float | None) -> Any:
     """A stand-in that the compiler specialises on.
 
     A pointer is aligned to 16 bytes. A number only determines its bit width, because it varies
@@ -163,6 +163,8 @@ def _representative(value: Pointer | int | None) -> Any:
     """
     if value is None or isinstance(value, Pointer):
         return any_pointer(torch.uint8 if value is None else value.dtype)
+    if isinstance(value, float):
+        return value
     return 3 if -(2**31) <= value < 2**31 else 2**32 + 3
 
 

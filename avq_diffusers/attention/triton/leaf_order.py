@@ -1,4 +1,4 @@
-"""Leaf order kernel: each cell's keys in the order of leaves, for query tiles with exact keys.
+"""Leaf order: each cell's keys leaf by leaf, for query tiles that see keys in place of leaves.
 
 Shapes: as in `precompute`.
 """
@@ -21,16 +21,12 @@ from avq_diffusers.attention.triton.sort import SortPointers
 
 
 class LeafPointers(NamedTuple):
-    """Where the keys of each leaf are.
-
-    row_start, row_count: (B, H, 2 MP + M0 CP) int32, start and number of each mean-value row's keys
-        in this order.
-    """
+    """Where the keys of each leaf are."""
 
     # (B, H, S) int32, key indices sorted by cell, then leaf, then as in `leaf`.
     leaf_order: tl.tensor
+    # (B, H, 2 MP + M0 CP) int32, start of each leaf's keys in this order, by row of the tables.
     row_start: tl.tensor
-    row_count: tl.tensor
 
 
 @triton.jit
@@ -51,59 +47,40 @@ def _count_leaves(piece_counts_ptr, parent, part, keys, cell, CELLS):
 
 
 @triton.jit
-def leaf_order_kernel(
-    leaf_ptr,
-    piece_counts_ptr,
-    place_ptr,
-    sort: SortPointers,
-    leaves_of_rows: LeafPointers,
-    chunks: Chunks,
-    num_pieces,
-    CELLS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PLACES: tl.constexpr,
+def order_leaves(
+    leaf_ptr, piece_counts_ptr, sort, leaves, chunks, batch_head, piece, num_pieces, CELLS, KEYS
 ):
     """Write the keys of one piece of one parent to their leaves' positions.
 
     leaf, piece_counts: written by the aggregation.
-    place: (B, H, S) int32, position of each key in `leaf_order`, in the order of cells, if PLACES.
     """
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
-    batch_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     first_key = batch_head * chunks.num_keys
     sorted_of_head = sorted_keys(sort, batch_head, chunks, CELLS)
     piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
-    row_start_ptr = leaves_of_rows.row_start + batch_head * CELLS.ROWS
-    row_count_ptr = leaves_of_rows.row_count + batch_head * CELLS.ROWS
+    row_start_ptr = leaves.row_start + batch_head * CELLS.ROWS
 
-    parent, part = parent_of(tl.program_id(2), sorted_of_head, CELLS)
-    if parent >= CELLS.PARENT_ROWS:
-        return
-    cell = cell_of(parent, sorted_of_head, CELLS)
-    counts, before = _count_leaves(piece_counts_ptr, parent, part, sorted_of_head, cell, CELLS)
-    leaf_start = cell.first + tl.cumsum(counts, axis=0) - counts
+    parent, part = parent_of(piece, sorted_of_head, CELLS)
+    if parent < CELLS.PARENT_ROWS:
+        cell = cell_of(parent, sorted_of_head, CELLS)
+        counts, before = _count_leaves(piece_counts_ptr, parent, part, sorted_of_head, cell, CELLS)
+        leaf_start = cell.first + tl.cumsum(counts, axis=0) - counts
+        if part == 0:
+            rows, is_row = leaf_rows(parent, CELLS)
+            tl.store(row_start_ptr + rows, leaf_start, mask=is_row)
 
-    if part == 0:
-        rows, is_row = leaf_rows(parent, CELLS)
-        tl.store(row_start_ptr + rows, leaf_start, mask=is_row)
-        tl.store(row_count_ptr + rows, counts, mask=is_row)
-        tl.store(row_start_ptr + parent, cell.first)
-        tl.store(row_count_ptr + parent, cell.total)
+        following = leaf_start + before
+        stop = tl.minimum((part + 1) * CELLS.PIECE, cell.total)
+        for block in tl.range(part * CELLS.PIECE, stop, KEYS):
+            # (KEYS)
+            rank = block + tl.arange(0, KEYS)
+            is_key = rank < stop
+            keys = keys_of_cell(rank, is_key, cell)
+            leaf = tl.load(leaf_ptr + first_key + cell.first + rank, mask=is_key, other=-1)
 
-    following = leaf_start + before
-    stop = tl.minimum((part + 1) * CELLS.PIECE, cell.total)
-    for block in tl.range(part * CELLS.PIECE, stop, KEYS):
-        # (KEYS)
-        rank = block + tl.arange(0, KEYS)
-        is_key = rank < stop
-        keys = keys_of_cell(rank, is_key, cell)
-        leaf = tl.load(leaf_ptr + first_key + cell.first + rank, mask=is_key, other=-1)
-
-        # (L, KEYS)
-        is_leaf = tl.arange(0, LEAF_ROWS)[:, None] == leaf[None, :]
-        target = tl.cumsum(is_leaf.to(tl.int32), axis=1) - 1 + following[:, None]
-        target = tl.sum(tl.where(is_leaf, target, 0), axis=0)
-        tl.store(leaves_of_rows.leaf_order + first_key + target, keys, mask=is_key)
-        if PLACES:
-            tl.store(place_ptr + first_key + cell.first + rank, target, mask=is_key)
-        following += tl.sum(is_leaf.to(tl.int32), axis=1)
+            # (L, KEYS)
+            is_leaf = tl.arange(0, LEAF_ROWS)[:, None] == leaf[None, :]
+            target = tl.cumsum(is_leaf.to(tl.int32), axis=1) - 1 + following[:, None]
+            target = tl.sum(tl.where(is_leaf, target, 0), axis=0)
+            tl.store(leaves.leaf_order + first_key + target, keys, mask=is_key)
+            following += tl.sum(is_leaf.to(tl.int32), axis=1)

@@ -28,8 +28,8 @@ class CellSizes(NamedTuple):
     PIECE: tl.constexpr
     VALUE_WIDTH: tl.constexpr  # numbers in a row with mean values
     FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
-    EXACT_KEYS: tl.constexpr  # whether tiles have exact keys
     LEAVES: tl.constexpr  # whether the leaf of each key is stored
+    FIRST_ORDER: tl.constexpr  # whether values inside leaves follow their keys
 
 
 class Chunks(NamedTuple):

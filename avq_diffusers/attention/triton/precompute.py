@@ -1,12 +1,11 @@
 """Precompute: assign each key, then average the keys and values of each codeword.
 
 A key goes to its nearest parent, then to the nearest child if strictly closer, or stays with the
-parent (paper, Algorithm 1). Two or three launches:
+parent (paper, Algorithm 1). Two launches:
 
     sort        finds the parents of a chunk of keys and stably sorts the chunk by them.
     aggregate   gathers one parent's keys from all chunks and finds their leaves with a small
                 matmul. A matmul with the one-hot choice sums their keys and values.
-    leaf order  sorts each cell's keys by leaf, if queries attend to exact keys.
 
 Parents are stored codewords, or keys evenly spaced in the query order, possibly moved by `updates`.
 Children are stored, too, or keys of the cell. Both are read in place: no launch here creates
@@ -20,53 +19,44 @@ L leaves of a parent (0 stays, c + 1 is child c) and padding.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from avq_diffusers.attention.triton.aggregate import PiecePointers, aggregate_kernel
 from avq_diffusers.attention.triton.codewords import value_width
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
-from avq_diffusers.attention.triton.leaf_order import LeafPointers, leaf_order_kernel
+from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
 from avq_diffusers.attention.triton.problem import Given, Problem, alignment_of
 from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers, Tables
 from avq_diffusers.attention.triton.sort import SortBlocks, SortPointers, sort_kernel
-from avq_diffusers.attention.triton.tuning import (
-    LEAF_ORDER_KEYS,
-    PrecomputeTiling,
-    precompute_tiling,
-)
+from avq_diffusers.attention.triton.tuning import PrecomputeTiling, precompute_tiling
 
 
 class Precompute(NamedTuple):
     """The launches that summarize the keys of a call, and what they leave in its memory.
 
-    `tables` are what represents the keys:
+    `arguments` are those of the launches, for further ones that read what these wrote. Among them
+    `tables` are what represents the keys, with a row for all keys of each parent, then for those
+    that stay with it, then for those of its children:
 
     - `codes`: stored codewords, or mean keys (B, H, 2 MP + M0 CP, DP) around the centre, times
       scale log2(e).
-    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_width`. Row p averages
-      the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row MP + p
-      those that stay with p; unless means represent the keys, the latter's divisor is the number of
-      all keys of p. Numbers from D on are the row's number of keys over the divisor. A row without
-      keys is 0.
-    - `log_counts`: float32, log2 of the number of keys per row of the codes.
-    - `variance`: (B, H, MP) float32, mean squared distance of a parent's keys from their mean, if
-      means represent them.
-    - `row_weight`: (B, H, 2 MP + M0 CP) float32, weight of the attention to a row in the choice of
-      exact keys: the squared variance of its keys, divided by their number, if there are any.
+    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_width`. The numbers
+      after the first D are 1, the spread and zeros.
+    - `counts`: (B, H, 2 MP + M0 CP) int32, number of keys.
+    - `spread`: (B, H, 2 MP + M0 CP) float32, mean squared distance of the keys to their mean, in
+      units of the codes, if means represent them.
+    - `inside`: (B, H, MP, 2) float32, mean spread of a parent's leaves, weighted by their keys, and
+      how many leaves with keys it has beyond one.
+    - `matrix`: (B, H, DP, DP), dtype of `codes`, the first-order matrix, each row relative to its
+      largest number; `matrix_scale`: (B, H, DP) float32, these numbers.
     """
 
     launches: list[Launch]
-    sort: SortPointers
-    tables: Tables
-    leaves: LeafPointers  # None without exact keys
-    leaf: Pointer | None
-    place: Pointer | None
+    arguments: dict[str, Any]
     centre: Pointer | None  # (B, H, DP) float32, (H, DP) of stored codewords
-    chunks: Chunks
-    cells: CellSizes
 
 
 def precompute_launches(
@@ -79,17 +69,16 @@ def precompute_launches(
 ) -> Precompute:
     """A call's first launches, which add to its memory.
 
-    With `leaves` the memory also holds `leaf`, (B, H, S) int32, each key's leaf in its cell, in the
-    order of cells, and with exact keys `place`, its position in `leaf_order`, in the same order.
-    `given` are pointers. `tiling` defaults to `precompute_tiling`.
+    With `leaves`, the order of leaves is made even if tiles do not need it. `given` are pointers.
+    `tiling` defaults to `precompute_tiling`.
     """
     spec, dtype = problem.spec, problem.dtype
     int32, float32 = torch.int32, torch.float32
     batch, num_heads, num_keys, _ = problem.key.shape
     tiling = tiling or precompute_tiling(problem)
     sizes = _sizes(problem)
-    has_exact_keys = problem.exact_keys > 0
-    cells = _cells(problem, tiling, has_leaves=leaves or has_exact_keys)
+    has_order = leaves or problem.shows_keys
+    cells = _cells(problem, tiling, has_leaves=has_order)
     # A chunk is a multiple of both matmul blocks and strips.
     block_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
     chunk_keys = -(-num_keys // (block_keys * tiling.num_chunks)) * block_keys
@@ -102,6 +91,7 @@ def precompute_launches(
         return memory.add((batch, num_heads, *shape), dtype) if when else None
 
     means, parent_rows, leaf_rows = spec.means, cells.PARENT_ROWS, cells.LEAF_ROWS
+    follows, dim = problem.has_first_order, sizes.PADDED_DIM
     sort = SortPointers(
         rank=part(tiling.num_chunks, chunk_keys),
         order=part(num_keys),
@@ -111,48 +101,43 @@ def precompute_launches(
         square=part(num_keys, dtype=float32, when=means),
     )
     pieces = PiecePointers(
-        part(num_pieces, leaf_rows * (1 + means), sizes.PADDED_DIM, dtype=float32),
+        part(num_pieces, leaf_rows * (1 + means), dim, dtype=float32),
         part(num_pieces, leaf_rows),
         part(num_pieces, leaf_rows, dtype=float32, when=means),
+        part(num_pieces, dim, dim, dtype=float32, when=follows),
     )
-    code_rows = cells.ROWS if means else cells.ROWS - parent_rows
     tables = Tables(
-        codes=part(cells.ROWS, sizes.PADDED_DIM, dtype=dtype) if means else given.stored_codes,
+        codes=part(cells.ROWS, dim, dtype=dtype) if means else given.stored_codes,
         mean_values=part(cells.ROWS, cells.VALUE_WIDTH, dtype=dtype),
-        log_counts=part(code_rows, dtype=float32),
-        variance=part(parent_rows, dtype=float32, when=means),
-        row_weight=part(cells.ROWS, dtype=float32, when=has_exact_keys),
+        counts=part(cells.ROWS),
+        spread=part(cells.ROWS, dtype=float32, when=means),
+        inside=part(parent_rows, 2, dtype=float32, when=means),
+        matrix=part(dim, dim, dtype=dtype, when=follows),
+        matrix_scale=part(dim, dtype=float32, when=follows),
     )
-    of_leaves = LeafPointers(
-        part(num_keys, when=has_exact_keys),
-        part(cells.ROWS, when=has_exact_keys),
-        part(cells.ROWS, when=has_exact_keys),
-    )
-    leaf = part(num_keys, when=cells.LEAVES)
-    place = part(num_keys, when=leaves and has_exact_keys)
-    centre = given.centre or part(sizes.PADDED_DIM, dtype=float32)
+    centre = given.centre or part(dim, dtype=float32)
     arguments = {
         "key_ptr": given.key,
         "value_ptr": given.value,
         "centre_ptr": centre,
-        "leaf_ptr": leaf,
+        "leaf_ptr": part(num_keys, when=cells.LEAVES),
         "piece_counts_ptr": pieces.piece_counts,
-        "place_ptr": place,
+        "covariance_ptr": pieces.piece_covariance,
         "source": ParentPointers(given.stored_codes, given.bias, given.parents, given.key_order),
         "sort": sort,
         "pieces": pieces,
         "tables": tables,
-        "leaves_of_rows": of_leaves,
+        "leaves": LeafPointers(
+            part(num_keys, when=has_order), part(cells.ROWS, when=has_order)
+        ),
         "key_strides": problem.key.divided(sizes.ALIGN),
         "value_strides": problem.value.divided(sizes.ALIGN),
         "chunks": chunks,
         "num_pieces": num_pieces,
-        "SIZES": sizes,
         "CELLS": cells,
-        "PLACES": place is not None,
     }
-    of_sort = arguments | {"BLOCKS": _sort_blocks(problem, tiling, sizes)}
-    of_pieces = arguments | {"KEYS": tiling.leaf_keys}
+    of_sort = arguments | {"SIZES": sizes, "BLOCKS": _sort_blocks(problem, tiling, sizes)}
+    of_pieces = arguments | {"SIZES": sizes, "KEYS": tiling.leaf_keys}
     launches = [
         Launch(
             sort_kernel,
@@ -170,11 +155,7 @@ def precompute_launches(
             maxnreg=tiling.leaf_registers,
         ),
     ]
-    if has_exact_keys:
-        of_pieces = arguments | {"KEYS": LEAF_ORDER_KEYS}
-        grid = launches[1].grid
-        launches.append(Launch(leaf_order_kernel, grid, of_pieces, num_warps=1))
-    return Precompute(launches, sort, tables, of_leaves, leaf, place, centre, chunks, cells)
+    return Precompute(launches, arguments, centre)
 
 
 def _sizes(problem: Problem) -> KeySizes:
@@ -208,8 +189,8 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         PIECE=tiling.piece_keys,
         VALUE_WIDTH=value_width(problem.key.shape[3]),
         FACTOR=problem.scale * math.log2(math.e),
-        EXACT_KEYS=problem.exact_keys > 0,
         LEAVES=has_leaves,
+        FIRST_ORDER=problem.has_first_order,
     )
 
 

@@ -19,7 +19,7 @@ from avq_diffusers.attention.triton.launch import (
     capability_of,
     kernel_layout,
 )
-from avq_diffusers.config import Spec
+from avq_diffusers.config import SAMPLE, SAMPLED_FROM, Spec
 
 
 class Layout(NamedTuple):
@@ -60,6 +60,7 @@ class Given(NamedTuple):
     bias: Any = None
     centre: Any = None  # of stored codes
     output: Any = None
+    shown: Any = None
     grad_output: Any = None
     grad_query: Any = None
     grad_key: Any = None
@@ -127,19 +128,41 @@ class Problem(NamedTuple):
 
     @property
     def variant(self) -> "Problem":
-        """The problem without what does not affect compilation: batch, strides, token counts."""
-        anything = Layout(torch.Size((1, *self.query.shape[1:2], 1, *self.query.shape[3:])), ())
-        sinks = self.sinks and (anything, anything)
-        return self._replace(query=anything, key=anything, value=anything, sinks=sinks, reduction=0)
+        """The problem without what does not affect compilation: batch, strides, the threshold, and
+        token counts beyond whether samples decide."""
+        _, heads, num_queries, head_dim = self.query.shape
+        anything = Layout(torch.Size((1, heads, 1, head_dim)), ())
+        query = anything
+        if self.num_samples < self.spec.query_tile:
+            query = Layout(torch.Size((1, heads, SAMPLED_FROM, head_dim)), ())
+        return self._replace(
+            query=query,
+            key=anything,
+            value=anything,
+            sinks=self.sinks and (anything, anything),
+            spec=self.spec.any_threshold,
+            reduction=0,
+        )
 
     @property
     def num_keys(self) -> int:
         return self.key.shape[2]
 
     @property
-    def exact_keys(self) -> int:
-        """Most exact keys of a tile."""
-        return min(self.spec.exact_keys, self.num_keys)
+    def shows_keys(self) -> bool:
+        """Whether tiles may see keys in place of leaves."""
+        return self.spec.threshold is not None
+
+    @property
+    def has_first_order(self) -> bool:
+        """Whether values inside leaves follow their keys."""
+        return self.spec.means and not self.is_stored
+
+    @property
+    def num_samples(self) -> int:
+        """Queries of a tile that decide its columns."""
+        is_sampled = self.shows_keys and self.query.shape[2] >= SAMPLED_FROM
+        return min(SAMPLE if is_sampled else self.spec.query_tile, self.spec.query_tile)
 
     @property
     def num_sinks(self) -> int:
@@ -163,7 +186,8 @@ class Problem(NamedTuple):
         codes, wide = (dtype, torch.float32) if self.is_stored else (None, None)
         orders = self.query_order, self.key_order
         inputs = dtype, dtype, dtype, sinks, sinks, *orders, parents, codes, wide, wide
-        return pointers_of(Given(*inputs, *(dtype,) * (len(Given._fields) - len(inputs))))
+        outputs = dtype, torch.int32, dtype, dtype, dtype, dtype
+        return pointers_of(Given(*inputs, *outputs))
 
 
 def alignment_of(*layouts: Layout) -> int:

@@ -41,14 +41,15 @@ class ParentPointers(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tables with a row per codeword (`precompute`), and the parents that a tile refines."""
+    """What represents the keys of each head (`precompute`)."""
 
     codes: tl.tensor
     mean_values: tl.tensor
-    log_counts: tl.tensor
-    variance: tl.tensor  # of a parent's keys, with mean keys
-    row_weight: tl.tensor  # with exact keys
-    refined: tl.tensor = None
+    counts: tl.tensor
+    spread: tl.tensor
+    inside: tl.tensor
+    matrix: tl.tensor
+    matrix_scale: tl.tensor
 
 
 class HeadOfKeys(NamedTuple):

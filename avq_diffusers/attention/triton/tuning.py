@@ -16,12 +16,12 @@ class AttentionTiling:
     """How the work of a query tile is split."""
 
     num_warps: int  # warps per program; 16 queries per warp fill the registers
-    num_stages: int  # blocks of children in flight; each takes shared memory
-    parents_per_block: int  # refined parents whose children form one block of the online softmax
-    parent_block: int  # parents per block; if it holds them all, no logit is computed twice
+    num_stages: int  # blocks of columns in flight; each takes shared memory
+    codewords: int  # per block of the online softmax
+    keys: int  # keys or sinks per block
+    leaves: int = 64  # leaves whose keys are found at once
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
-    rest_dims: int = 0  # columns of a second block after 64; 0 keeps all columns in one block
-    running_max: bool = True  # start with a running maximum
+    rest_dims: int = 0  # dims of a second block after 64; 0 keeps all dims in one block
 
 
 # Most columns per block, by how often a tiling was made smaller.
@@ -32,82 +32,51 @@ FEW_REGISTERS = ((12, 0),)
 
 
 def attention_tiling(problem: Problem) -> AttentionTiling:
-    """The tiling of the attention kernel, measured on an H200."""
-    tiling = _without_keys(problem)
-    if tiling.max_registers and meets_keys(problem):  # needs more, and three programs still fit
-        tiling = replace(tiling, max_registers=168)
-    return _reduced(tiling, problem)
-
-
-def _reduced(tiling: AttentionTiling, problem: Problem) -> AttentionTiling:
-    """The tiling, limited to the columns of the problem's reduction."""
-    if not problem.reduction:
-        return tiling
+    """The tiling of the attend kernel, measured on an H200."""
+    tiling = _attention_tiling(problem)
     columns = BLOCK_SIZES[problem.reduction]
-    refined = max(1, columns // padded(max(1, problem.spec.num_children)))
     return replace(
         tiling,
-        parents_per_block=min(refined, tiling.parents_per_block),
-        parent_block=min(columns, tiling.parent_block),
+        codewords=min(columns, tiling.codewords),
+        keys=min(columns, tiling.keys),
+        leaves=min(columns, tiling.leaves),
     )
 
 
-def meets_keys(problem: Problem) -> bool:
-    """Whether there are exact keys or sink keys."""
-    return problem.exact_keys > 0 or problem.num_sinks > 0
-
-
-def _without_keys(problem: Problem) -> AttentionTiling:
+def _attention_tiling(problem: Problem) -> AttentionTiling:
     spec, dtype, has_mma = problem.spec, problem.dtype, problem.instructions == "mma"
     head_dim = problem.query.shape[3]
-    _, parent_rows, child_rows = problem.padded_sizes
-    child_rows = max(1, child_rows)
     tile_rows = padded(spec.query_tile, 16)
-    tiling = AttentionTiling(
-        num_warps=-(-tile_rows // 16),
-        num_stages=1,
-        parents_per_block=max(1, 64 // child_rows),
-        parent_block=parent_rows if parent_rows <= 128 else 64,
-    )
-    has_few = dtype == torch.float32 and problem.capability in FEW_REGISTERS
-    columns = 16 if has_few else 32
-    few_parents = max(1, columns // child_rows)
-    if has_mma and (dtype == torch.float32 or head_dim > 64):
-        # mma.sync keeps all operands in registers; this does not spill.
-        return replace(tiling, parents_per_block=few_parents, parent_block=columns)
+    tiling = AttentionTiling(num_warps=-(-tile_rows // 16), num_stages=1, codewords=32, keys=32)
+    if dtype == torch.float32 and problem.capability in FEW_REGISTERS:
+        return replace(tiling, codewords=16, keys=16)
     if has_mma or dtype == torch.float32:
-        return tiling if parent_rows <= 64 else replace(tiling, parents_per_block=few_parents)
-    # Measured on an H200: fewer instructions and more programs beat more warps. From 96 columns on,
-    # a fixed maximum is faster on an H100, but it spills with sink keys.
-    running_max = head_dim > 64 and (head_dim < 96 or meets_keys(problem))
-    tiling = replace(tiling, num_warps=-(-tile_rows // 32), running_max=running_max)
-    if not spec.refines_some:
-        tiling = replace(tiling, parent_block=32)
-    if 64 < head_dim < 96:
-        return replace(tiling, rest_dims=32)
-    if tiling.parent_block <= 64:
-        tiling = replace(tiling, parents_per_block=few_parents)
-        if head_dim <= 64 and problem.instructions == "wgmma":
-            tiling = replace(tiling, max_registers=128 if spec.num_refined else 144)
-    return tiling
+        return tiling
+    # Measured on an H200: fewer instructions and more programs beat more warps.
+    tiling = replace(tiling, num_warps=-(-tile_rows // 32), num_stages=2, codewords=64, keys=64)
+    return replace(tiling, rest_dims=32) if 64 < head_dim < 96 else tiling
 
 
-def again_blocks(problem: Problem, parent_block: int, parents_per_block: int) -> tuple[int, int]:
-    """Block sizes of the second pass, small enough to cost the first no registers."""
-    if parent_block <= 64 and not problem.exact_keys:
-        return parent_block, parents_per_block
-    child_rows = padded(problem.spec.num_children) if problem.spec.num_children else 1
-    return 16, max(1, 16 // child_rows)
+@dataclass(frozen=True)
+class SelectTiling:
+    """How the choice of columns is split."""
+
+    num_warps: int
+    parents: int  # parents, stays or children per matmul
+    sinks: int  # per matmul
+    keys: int = 64  # that a program of the leaf order places at once
+    matrix_rows: int = 2  # rows of the first-order matrix that one program adds up
 
 
-def keys_per_block(problem: Problem) -> int:
-    """Exact or sink keys per block of the online softmax; 64 spill where registers are few."""
-    has_few = problem.exact_keys or problem.query.shape[3] <= 64 or problem.instructions == "mma"
-    return 32 if has_few or problem.dtype == torch.float32 else 64
+# Pieces whose part of a first-order matrix is added at once.
+MATRIX_PIECES = 32
 
 
-# Exact columns removed from a softmax at once.
-COLUMN_BLOCK = 16
+def select_tiling(problem: Problem) -> SelectTiling:
+    """The tiling of the select kernel."""
+    rows = padded(problem.num_samples, 16)
+    columns = min(BLOCK_SIZES[problem.reduction], 32 if problem.dtype == torch.float32 else 64)
+    return SelectTiling(num_warps=max(1, rows // 32), parents=columns, sinks=columns)
 
 
 @dataclass(frozen=True)
@@ -202,13 +171,9 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
             leaf_stages=1,
             leaf_registers=None,
         )
-    if problem.exact_keys and tiling.leaf_registers:  # its sums would spill
-        return replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=2)
+    if problem.has_first_order:  # its sums would spill in fewer warps
+        return replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=4)
     return tiling
-
-
-# Keys that one warp of the leaf order places at once.
-LEAF_ORDER_KEYS = 64
 
 
 @dataclass(frozen=True)

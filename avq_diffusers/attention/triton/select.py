@@ -1,0 +1,392 @@
+"""Select kernel: what each query tile attends to, as a list of columns.
+
+With a threshold, a cell is shown as its parent, as its leaves, or leaf by leaf as its keys, whatever
+is the coarsest level at which a further column would mend at most the threshold. With m the mean
+attention of some queries of the tile, s a spread and size the mean of |q|^2 / D, times the squared
+scale:
+
+    refine parent p   m_p (growth(size s_p) - growth(size mean spread of its leaves))
+                      > threshold (number of its leaves - 1)
+    show keys of l    m_l growth(size s_l) > threshold n_l
+
+With `num_refined`, the paper's form, the parents with the largest importance are refined.
+
+Two other kinds of programs share the launch, because the attention needs what they write and they
+need no more than tiles do: some sort each cell's keys by leaf, some add up the first-order term.
+
+Shapes: as in `attention`; SAMPLES queries of a tile decide, and ROWS are those of the tables.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from avq_diffusers.attention.triton.first_order import add_covariances
+from avq_diffusers.attention.triton.leaf_order import LeafPointers, order_leaves
+from avq_diffusers.attention.triton.pieces import Chunks
+from avq_diffusers.attention.triton.problem import Strides
+from avq_diffusers.attention.triton.rows import Tables
+from avq_diffusers.attention.triton.softmax import LOG_ZERO, load_codes, logits_of
+from avq_diffusers.attention.triton.sort import SortPointers
+from avq_diffusers.attention.triton.tile import (
+    head_of_tables,
+    load_queries,
+    query_rows,
+    size_of,
+    tile_at,
+)
+from avq_diffusers.attention.triton.tokens import (
+    TokenLayout,
+    TokenPointers,
+    centre_logits,
+    token_logits,
+    tokens_of_head,
+)
+
+# From here on, growth is continued by its tangent.
+MOST_GROWTH = tl.constexpr(20.0)
+EXP_MOST_GROWTH = tl.constexpr(485165195.40979)
+
+
+class ColumnPointers(NamedTuple):
+    """The columns of each tile but sinks.
+
+    level: how each row is shown, for the backward pass; or None.
+    """
+
+    # (B, H, T, MOST) int32 rows of the tables: codewords from the front; from the back, leaves
+    # whose keys are shown.
+    row: tl.tensor
+    shown: tl.tensor  # (B, H, T, 2) int32, numbers of codewords and of keys
+    num_leaves: tl.tensor  # (B, H, T) int32, number of leaves whose keys are shown
+    refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents
+    level: tl.tensor  # (B, H, T, ROWS) int8, 1 for a codeword, 2 for keys, 0 if not shown
+
+
+class SelectBlocks(NamedTuple):
+    """Compile-time blocks: parents, refined parents with their children, and sinks, per step.
+
+    KEYS: keys that a program of the leaf order places at once.
+    VALUES, PIECES: rows of a first-order matrix per program, and pieces that it adds at once.
+    SCALE: factor of that matrix.
+    LEVELS: whether levels are stored.
+    """
+
+    SAMPLES: tl.constexpr
+    M: tl.constexpr
+    P: tl.constexpr
+    K: tl.constexpr
+    KEYS: tl.constexpr
+    VALUES: tl.constexpr
+    PIECES: tl.constexpr
+    SCALE: tl.constexpr
+    LEVELS: tl.constexpr
+
+
+class Programs(NamedTuple):
+    """How many programs of a head sort leaves, and how many add up the first-order term."""
+
+    pieces: tl.tensor
+    matrix: tl.tensor
+
+
+class Counted(NamedTuple):
+    """What a tile shows so far."""
+
+    codewords: tl.tensor
+    leaves: tl.tensor
+    keys: tl.tensor
+
+
+class Asked(NamedTuple):
+    """The queries of a tile that decide its columns."""
+
+    query: tl.tuple
+    inverse: tl.tensor  # (SAMPLES) 1 over their number, 0 on padding
+    log_total: tl.tensor  # (SAMPLES) log2 of their weights of all parents and sinks
+    size: tl.tensor
+
+
+@triton.jit
+def _growth(x):
+    """exp(x) - 1, continued by its tangent; exact for small x, where the difference cancels."""
+    small = tl.minimum(x, MOST_GROWTH)
+    exact = tl.where(
+        small < 1e-2, small * (1 + small * (0.5 + small * (1 / 6))), tl.exp(small) - 1.0
+    )
+    return exact + EXP_MOST_GROWTH * tl.maximum(x - MOST_GROWTH, 0.0)
+
+
+@triton.jit
+def _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
+    """Add rows that hold keys to the columns, key by key where `is_fine`."""
+    is_shown = has_keys & ~is_fine
+    place = counted.codewords + tl.cumsum(is_shown.to(tl.int32), axis=0) - 1
+    tl.store(columns.row + place, rows, mask=is_shown)
+    num_codewords = counted.codewords + tl.sum(is_shown.to(tl.int32), axis=0)
+    num_leaves = counted.leaves
+    num_keys = counted.keys
+    if SIZES.REFINES == "threshold":
+        is_fine = is_fine & has_keys
+        place = num_leaves + tl.cumsum(is_fine.to(tl.int32), axis=0)
+        tl.store(columns.row + SIZES.MOST - place, rows, mask=is_fine)
+        num_leaves += tl.sum(is_fine.to(tl.int32), axis=0)
+        num_keys += tl.sum(tl.where(is_fine, counts, 0), axis=0)
+    if BLOCKS.LEVELS:
+        level = tl.where(is_shown, 1, tl.where(is_fine, 2, 0)).to(tl.int8)
+        tl.store(columns.level + rows, level, mask=has_keys)
+    return Counted(num_codewords, num_leaves, num_keys)
+
+
+@triton.jit
+def _add_logits(running_max, total, logits):
+    """Add logits (SAMPLES, columns) to sums of weights relative to a maximum."""
+    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_max[:, None])
+    return new_max, total * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS):
+    """(SAMPLES) log2 of the sum of weights of all parents and, with a threshold, of sinks."""
+    running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
+    total = tl.zeros([BLOCKS.SAMPLES], tl.float32)
+    for first in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.M):
+        rows = first + tl.arange(0, BLOCKS.M)
+        codes, log_counts = load_codes(tables, rows, rows >= 0, SIZES)
+        logits = logits_of(query, codes, log_counts[None, :])
+        running_max, total = _add_logits(running_max, total, logits)
+    if SIZES.SINKS and SIZES.REFINES == "threshold":
+        of_centre = centre_logits(query, centre_ptr, SIZES)
+        for first in tl.range(0, sinks.number, BLOCKS.K):
+            token = first + tl.arange(0, BLOCKS.K)
+            is_token = token < sinks.number
+            logits = token_logits(query, of_centre, sinks, token, is_token, SIZES)
+            running_max, total = _add_logits(running_max, total, logits)
+    return running_max + tl.log2(total)
+
+
+@triton.jit
+def _masses(asked, tables, rows, valid, SIZES):
+    """(rows) Mean attention of the queries that decide to some rows, and their log2 counts."""
+    codes, log_counts = load_codes(tables, rows, valid, SIZES)
+    shares = tl.exp2(logits_of(asked.query, codes, log_counts[None, :] - asked.log_total[:, None]))
+    return tl.sum(shares * asked.inverse[:, None], axis=0), log_counts
+
+
+@triton.jit
+def _masses_of_parents(asked, tables, FIRST_ROW, SIZES, BLOCKS):
+    """(MP) `_masses` of as many rows as there are parents, M at a time."""
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    every = tl.arange(0, PARENT_ROWS)
+    if BLOCKS.M == PARENT_ROWS:
+        masses, _ = _masses(asked, tables, FIRST_ROW + every, every >= 0, SIZES)
+    else:
+        masses = tl.zeros([PARENT_ROWS], tl.float32)
+        for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
+            rows = first + tl.arange(0, BLOCKS.M)
+            found, _ = _masses(asked, tables, FIRST_ROW + rows, rows >= 0, SIZES)
+            is_row = every[:, None] == rows[None, :]
+            masses += tl.sum(tl.where(is_row, found[None, :], 0.0), axis=1)
+    return masses
+
+
+@triton.jit
+def _is_fine(masses, tables, rows, valid, counts, size, threshold):
+    """Whether rows of leaves are worth as many columns as they have keys."""
+    spread = tl.load(tables.spread + rows, mask=valid, other=0.0)
+    return masses * _growth(size * spread) > threshold * counts
+
+
+@triton.jit
+def _rank_of(score, PARENT_ROWS):
+    """Rank of each parent by decreasing score; ties go to the lower index."""
+    # A score is not negative, so its bits order like integers, and the index breaks ties.
+    key = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
+    ahead = key[None, :] > key[:, None]
+    return tl.sum(ahead.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _refined(asked, tables, counts, threshold, SIZES, BLOCKS):
+    """(MP) The parents whose leaves are shown; only those with keys matter."""
+    parents = tl.arange(0, SIZES.PARENT_ROWS)
+    is_refined = parents < 0
+    if SIZES.REFINES == "all":
+        is_refined = parents >= 0
+    elif SIZES.REFINES == "some":
+        score = _masses_of_parents(asked, tables, 0, SIZES, BLOCKS)
+        if SIZES.MEANS:
+            score *= tl.load(tables.spread + parents)
+        is_refined = _rank_of(score, SIZES.PARENT_ROWS) < SIZES.NUM_REFINED
+    elif SIZES.REFINES == "threshold":
+        masses = _masses_of_parents(asked, tables, 0, SIZES, BLOCKS)
+        inside = tl.load(tables.inside + 2 * parents)
+        further = tl.load(tables.inside + 2 * parents + 1)
+        spread = tl.load(tables.spread + parents)
+        gain = masses * (_growth(asked.size * spread) - _growth(asked.size * inside))
+        is_refined = (further < 0.5) | (gain > threshold * further)
+    return is_refined & (counts > 0)
+
+
+@triton.jit
+def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
+    """Write the columns of a tile; return how many there are."""
+    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    counted = Counted(0, 0, 0)
+    parents = tl.arange(0, PARENT_ROWS)
+    counts = tl.load(tables.counts + parents)
+    is_refined = _refined(asked, tables, counts, threshold, SIZES, BLOCKS)
+    is_shown = (counts > 0) & ~is_refined
+    none = parents < 0
+    counted = _append(columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
+    if SIZES.REFINES != "none":
+        num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
+        place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
+        tl.store(columns.refined + place, parents, mask=is_refined)
+
+        rows = PARENT_ROWS + parents
+        counts = tl.load(tables.counts + rows)
+        has_keys = is_refined & (counts > 0)
+        is_fine = none
+        if SIZES.REFINES == "threshold":
+            masses = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
+            is_fine = _is_fine(masses, tables, rows, has_keys, counts, asked.size, threshold)
+        counted = _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
+
+        if CHILD_ROWS > 0:
+            # The loop reads what other threads of this program wrote.
+            tl.debug_barrier()
+            child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
+            for first in tl.range(0, num_refined, BLOCKS.P):
+                place = first + child // CHILD_ROWS
+                valid = place < num_refined
+                parent = tl.load(columns.refined + place, mask=valid, other=0)
+                rows = 2 * PARENT_ROWS + parent * CHILD_ROWS + child % CHILD_ROWS
+                counts = tl.load(tables.counts + rows, mask=valid, other=0)
+                is_fine = child < 0
+                if SIZES.REFINES == "threshold":
+                    masses, _ = _masses(asked, tables, rows, valid, SIZES)
+                    is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
+                counted = _append(
+                    columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS
+                )
+    return counted
+
+
+@triton.jit
+def _columns_of_tile(columns, tile, SIZES):
+    """The `ColumnPointers` of a tile."""
+    return ColumnPointers(
+        columns.row + tile.number * SIZES.MOST,
+        columns.shown + tile.number * 2,
+        columns.num_leaves + tile.number,
+        columns.refined + tile.number * SIZES.PARENT_ROWS,
+        columns.level + tile.number * SIZES.ROWS,
+    )
+
+
+@triton.jit
+def _sampled_rows(num_valid, BLOCKS):
+    """(SAMPLES) Evenly spaced queries of a tile, and which are valid."""
+    sample = tl.arange(0, BLOCKS.SAMPLES)
+    row = sample
+    if num_valid > BLOCKS.SAMPLES:
+        row = sample * num_valid // BLOCKS.SAMPLES
+    return row, row < num_valid
+
+
+@triton.jit
+def select_kernel(
+    query_ptr,
+    query_order_ptr,
+    leaf_ptr,
+    piece_counts_ptr,
+    covariance_ptr,
+    tables: Tables,
+    tokens: TokenPointers,
+    sort: SortPointers,
+    leaves: LeafPointers,
+    columns: ColumnPointers,
+    num_queries,
+    num_tiles,
+    num_pieces,
+    programs: Programs,
+    threshold,
+    query_strides: Strides,
+    sink_layout: TokenLayout,
+    chunks: Chunks,
+    QUERY_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    CELLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the columns of one query tile, or a part of the leaf order or of the matrix.
+
+    threshold: ignored without one.
+    """
+    head = tl.program_id(0) % SIZES.HEADS
+    index = tl.program_id(0) // SIZES.HEADS
+    batch = tl.program_id(1).to(tl.int64)
+    batch_head = batch * SIZES.HEADS + head
+    if SIZES.REFINES == "threshold" and index < programs.pieces:
+        order_leaves(
+            leaf_ptr,
+            piece_counts_ptr,
+            sort,
+            leaves,
+            chunks,
+            batch_head,
+            index,
+            num_pieces,
+            CELLS,
+            BLOCKS.KEYS,
+        )
+        return
+    index -= programs.pieces
+    if SIZES.FIRST_ORDER and index < programs.matrix:
+        add_covariances(
+            covariance_ptr,
+            tables,
+            sort,
+            chunks,
+            batch_head,
+            index,
+            num_pieces,
+            CELLS,
+            SIZES.PADDED_DIM,
+            BLOCKS,
+        )
+        return
+    index -= programs.matrix
+
+    num_valid = tl.minimum(num_queries - index * SIZES.QUERY_TILE, SIZES.QUERY_TILE)
+    row, valid = _sampled_rows(num_valid, BLOCKS)
+    tile = tile_at(query_order_ptr, batch, head, index, num_tiles, row, valid, SIZES)
+    tables = head_of_tables(tables, tile, SIZES)
+    columns = _columns_of_tile(columns, tile, SIZES)
+    sinks = tokens_of_head(tokens.sink_key, tokens.sink_value, sink_layout, batch, head, SIZES)
+    centre_head = batch_head if SIZES.OWN_CENTRE else head.to(tl.int64)
+    centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
+
+    asked = ()
+    if SIZES.REFINES == "threshold" or SIZES.REFINES == "some":
+        rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
+        query = load_queries(rows, tile, SIZES)
+        inverse = tl.where(valid, 1.0 / tl.sum(valid.to(tl.float32), axis=0), 0.0)
+        size = tl.sum(size_of(query, SIZES) * inverse, axis=0)
+        log_total = _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS)
+        asked = Asked(query, inverse, log_total, size)
+    if BLOCKS.LEVELS:
+        for first in tl.range(0, SIZES.ROWS, 256):
+            rows = first + tl.arange(0, 256)
+            zeros = tl.zeros([256], tl.int8)
+            tl.store(columns.level + rows, zeros, mask=rows < SIZES.ROWS)
+        tl.debug_barrier()
+    counted = _select(asked, tables, columns, threshold, SIZES, BLOCKS)
+    tl.store(columns.shown, counted.codewords)
+    tl.store(columns.shown + 1, counted.keys)
+    tl.store(columns.num_leaves, counted.leaves)
