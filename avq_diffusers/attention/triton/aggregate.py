@@ -388,8 +388,8 @@ def aggregate_kernel(
     if cell.total <= PIECE:
         _store_rows(head, at, sums, parent, SIZES, CELLS)
         if CELLS.FIRST_ORDER:
-            covariance = _without_means(covariance[0], sums, origin)
-            tl.store(_covariance_at(at.pieces, piece, SIZES), covariance)
+            inside = _without_means(covariance[0], sums, origin)
+            tl.store(_covariance_at(at.pieces, piece, SIZES), inside)
     else:
         _store_piece(at.pieces, piece, sums, SIZES, CELLS)
         if CELLS.FIRST_ORDER:

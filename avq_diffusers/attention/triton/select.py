@@ -169,10 +169,10 @@ def _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS):
 
 @triton.jit
 def _masses(asked, tables, rows, valid, SIZES):
-    """(rows) Mean attention of the queries that decide to some rows, and their log2 counts."""
+    """(rows) Mean attention of the queries that decide to some rows."""
     codes, log_counts = load_codes(tables, rows, valid, SIZES)
     shares = tl.exp2(logits_of(asked.query, codes, log_counts[None, :] - asked.log_total[:, None]))
-    return tl.sum(shares * asked.inverse[:, None], axis=0), log_counts
+    return tl.sum(shares * asked.inverse[:, None], axis=0)
 
 
 @triton.jit
@@ -181,12 +181,12 @@ def _masses_of_parents(asked, tables, FIRST_ROW, SIZES, BLOCKS):
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     every = tl.arange(0, PARENT_ROWS)
     if BLOCKS.M == PARENT_ROWS:
-        masses, _ = _masses(asked, tables, FIRST_ROW + every, every >= 0, SIZES)
+        masses = _masses(asked, tables, FIRST_ROW + every, every >= 0, SIZES)
     else:
         masses = tl.zeros([PARENT_ROWS], tl.float32)
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
             rows = first + tl.arange(0, BLOCKS.M)
-            found, _ = _masses(asked, tables, FIRST_ROW + rows, rows >= 0, SIZES)
+            found = _masses(asked, tables, FIRST_ROW + rows, rows >= 0, SIZES)
             is_row = every[:, None] == rows[None, :]
             masses += tl.sum(tl.where(is_row, found[None, :], 0.0), axis=1)
     return masses
@@ -232,9 +232,27 @@ def _refined(asked, tables, counts, threshold, SIZES, BLOCKS):
 
 
 @triton.jit
+def _append_children(
+    asked, tables, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
+):
+    """Add the children of P refined parents, from the tile's `first` one on, to the columns."""
+    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
+    child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
+    place = first + child // CHILD_ROWS
+    valid = place < num_refined
+    parent = tl.load(columns.refined + place, mask=valid, other=0)
+    rows = 2 * SIZES.PARENT_ROWS + parent * CHILD_ROWS + child % CHILD_ROWS
+    counts = tl.load(tables.counts + rows, mask=valid, other=0)
+    is_fine = child < 0
+    if SIZES.REFINES == "threshold":
+        masses = _masses(asked, tables, rows, valid, SIZES)
+        is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
+    return _append(columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS)
+
+
+@triton.jit
 def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
     """Write the columns of a tile; return how many there are."""
-    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     counted = Counted(0, 0, 0)
     parents = tl.arange(0, PARENT_ROWS)
@@ -257,22 +275,12 @@ def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
             is_fine = _is_fine(masses, tables, rows, has_keys, counts, asked.size, threshold)
         counted = _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
 
-        if CHILD_ROWS > 0:
+        if SIZES.CHILD_ROWS > 0:
             # The loop reads what other threads of this program wrote.
             tl.debug_barrier()
-            child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
             for first in tl.range(0, num_refined, BLOCKS.P):
-                place = first + child // CHILD_ROWS
-                valid = place < num_refined
-                parent = tl.load(columns.refined + place, mask=valid, other=0)
-                rows = 2 * PARENT_ROWS + parent * CHILD_ROWS + child % CHILD_ROWS
-                counts = tl.load(tables.counts + rows, mask=valid, other=0)
-                is_fine = child < 0
-                if SIZES.REFINES == "threshold":
-                    masses, _ = _masses(asked, tables, rows, valid, SIZES)
-                    is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
-                counted = _append(
-                    columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS
+                counted = _append_children(
+                    asked, tables, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
                 )
     return counted
 

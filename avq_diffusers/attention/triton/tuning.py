@@ -53,7 +53,9 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
     if has_mma or dtype == torch.float32:
         return tiling
     # Measured on an H200: fewer instructions and more programs beat more warps.
-    tiling = replace(tiling, num_warps=-(-tile_rows // 32), num_stages=2, codewords=64, keys=64)
+    columns = 64 if head_dim <= 64 else 32
+    warps = -(-tile_rows // (32 if head_dim <= 64 else 16))
+    tiling = replace(tiling, num_warps=warps, num_stages=2, codewords=columns, keys=columns)
     return replace(tiling, rest_dims=32) if 64 < head_dim < 96 else tiling
 
 
@@ -172,7 +174,8 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
             leaf_registers=None,
         )
     if problem.has_first_order:  # its sums would spill in fewer warps
-        return replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=4)
+        warps = 4 if padded_dim <= 64 else 8
+        return replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=warps)
     return tiling
 
 
