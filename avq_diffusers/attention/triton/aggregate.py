@@ -41,9 +41,6 @@ class PiecePointers(NamedTuple):
     piece_sums: tl.tensor
     piece_counts: tl.tensor  # (B, H, pieces, L) int32
     piece_squares: tl.tensor  # (B, H, pieces, L) float32; or None
-    # (B, H, pieces, DP, DP) float32, covariance of values and keys inside leaves times the number
-    # of keys, once all pieces of a parent are added; or None.
-    piece_covariance: tl.tensor
 
 
 # Of a leaf in the tables of float16 values.
@@ -104,23 +101,16 @@ def _load_codes(head, parent, cell, SIZES, CELLS):
 
 
 @triton.jit
-def _sum_leaves(head, at, codes, bias, origin, cell, start, stop, SIZES, CELLS, KEYS):
-    """Sums over a cell's keys, ranks `start` to `stop`; stores the leaf of each key.
-
-    Returns:
-        sums: the `Sums` of each leaf.
-        covariance: (DP, DP) sum of values times keys around the `origin` (DP); nothing without a
-            first-order term.
-    """
+def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
+    """The `Sums` of a cell's keys, ranks `start` to `stop`, by their leaf, which is stored."""
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     leaves = tl.arange(0, LEAF_ROWS)
     value_sums = tl.zeros([LEAF_ROWS, SIZES.PADDED_DIM], tl.float32)
     key_sums = value_sums
-    chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
-    squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
-    covariance = ()
-    if CELLS.FIRST_ORDER:
-        covariance += (tl.zeros([SIZES.PADDED_DIM, SIZES.PADDED_DIM], tl.float32),)
+    # Tensor cores also add up 1 and the square of each key, in columns 0 and 1.
+    column = tl.arange(0, 8)[None, :]
+    numbers = tl.zeros([LEAF_ROWS, 8], tl.float32)
+    square = tl.zeros([KEYS], tl.float32)
     for block in tl.range(start, stop, KEYS):
         # (KEYS)
         rank = block + tl.arange(0, KEYS)
@@ -139,22 +129,19 @@ def _sum_leaves(head, at, codes, bias, origin, cell, start, stop, SIZES, CELLS, 
             is_chosen = (leaves[:, None] == leaf[None, :]) & is_key[None, :]
         else:
             is_chosen = (leaves[:, None] == 0) & is_key[None, :]
-        chosen_counts += is_chosen.to(tl.int32)
-        chosen = tl.where(is_chosen, 1.0, 0.0).to(value.dtype)
+        one_hot = tl.where(is_chosen, 1.0, 0.0)
+        chosen = one_hot.to(value.dtype)
         value_sums += product(chosen, value)
         if SIZES.MEANS:
             key_sums += product(chosen, key)
             square = tl.load(at.square + keys, mask=is_key, other=0.0)
-            squares += tl.where(is_chosen, square[None, :], 0.0)
-        if CELLS.FIRST_ORDER:
-            # Values beyond the last key are 0.
-            offsets = (key.to(tl.float32) - origin[None, :]).to(key.dtype)
-            covariance = (product(tl.trans(value), offsets, covariance[0]),)
+        of_key = tl.where(column == 0, 1.0, tl.where(column == 1, square[:, None], 0.0))
+        numbers = product(one_hot, of_key, numbers)
         if CELLS.LEAVES:
             leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
             tl.store(at.leaf + cell.first + rank, leaf, mask=is_key)
-    counts = tl.sum(chosen_counts, axis=1)
-    return Sums(value_sums, key_sums, tl.sum(squares, axis=1), counts), covariance
+    counts = tl.sum(tl.where(column == 0, numbers, 0.0), axis=1).to(tl.int32)
+    return Sums(value_sums, key_sums, tl.sum(tl.where(column == 1, numbers, 0.0), axis=1), counts)
 
 
 @triton.jit
@@ -202,6 +189,12 @@ def _add_pieces(pieces, sums, parent, first_extra, num_parts, SIZES, CELLS):
             keys += tl.load(at.of_keys)
             squares += tl.load(at.of_squares)
     return Sums(values, keys, squares, counts)
+
+
+@triton.jit
+def _log2(count):
+    """log2 of a count, -inf for 0."""
+    return tl.where(count > 0, tl.log2(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
 
 
 @triton.jit
@@ -279,38 +272,21 @@ def _store_rows(head, at, sums, parent, SIZES, CELLS):
     means = sums.of_values * (1.0 / tl.maximum(counts, 1))[:, None]
     _store_values(tables, rows, means, spread, is_row, SIZES, CELLS)
     tl.store(tables.counts + rows, counts, mask=is_row)
+    tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
     means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
     _store_values(tables, one + parent, means, cell_spread, one == 0, SIZES, CELLS)
     tl.store(tables.counts + parent, count)
-
-
-@triton.jit
-def _covariance_at(pieces, piece, SIZES):
-    """Pointers (DP, DP) to the covariance of a piece."""
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    numbers = dims[:, None] * SIZES.PADDED_DIM + dims[None, :]
-    SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
-    return pieces.piece_covariance + piece * SIZE + numbers
-
-
-@triton.jit
-def _without_means(covariance, sums, origin):
-    """What is left of a covariance around the `origin` without that of the means of leaves."""
-    inverse = 1.0 / tl.maximum(sums.counts, 1)
-    offsets = sums.of_keys * inverse[:, None] - origin[None, :]
-    return product(-tl.trans(sums.of_values), offsets, covariance)
+    tl.store(tables.log_counts + parent, _log2(count))
 
 
 @triton.jit
 def _pieces_of_head(pieces, batch_head, num_pieces, SIZES, CELLS):
     """The `PiecePointers` of a head."""
-    first_piece = batch_head * num_pieces
-    first = first_piece * CELLS.LEAF_ROWS
+    first = batch_head * num_pieces * CELLS.LEAF_ROWS
     return PiecePointers(
         pieces.piece_sums + first * ((2 if SIZES.MEANS else 1) * SIZES.PADDED_DIM),
         pieces.piece_counts + first,
         pieces.piece_squares + first,
-        pieces.piece_covariance + first_piece * (SIZES.PADDED_DIM * SIZES.PADDED_DIM),
     )
 
 
@@ -322,6 +298,7 @@ def _tables_of_head(tables, batch_head, SIZES, CELLS):
         tables.codes + row * SIZES.PADDED_DIM,
         tables.mean_values + row * CELLS.VALUE_WIDTH,
         tables.counts + row,
+        tables.log_counts + row,
         tables.spread + row,
         tables.inside + batch_head * (2 * CELLS.PARENT_ROWS),
         tables.matrix,
@@ -373,27 +350,15 @@ def aggregate_kernel(
         return
     cell = cell_of(parent, sorted_of_head, CELLS)
     codes, bias = _load_codes(head, parent, cell, SIZES, CELLS)
-    origin = ()
-    if CELLS.FIRST_ORDER:
-        parents = parent + tl.zeros([16], tl.int32)
-        origin = tl.max(own_parents(head, parents, parents < SIZES.NUM_PARENTS, SIZES), axis=0)
-        origin = origin.to(tl.float32)
 
     start = part * PIECE
     stop = tl.minimum(start + PIECE, cell.total)
-    sums, covariance = _sum_leaves(
-        head, at, codes, bias, origin, cell, start, stop, SIZES, CELLS, KEYS
-    )
+    sums = _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS)
     tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + tl.arange(0, LEAF_ROWS), sums.counts)
     if cell.total <= PIECE:
         _store_rows(head, at, sums, parent, SIZES, CELLS)
-        if CELLS.FIRST_ORDER:
-            inside = _without_means(covariance[0], sums, origin)
-            tl.store(_covariance_at(at.pieces, piece, SIZES), inside)
     else:
         _store_piece(at.pieces, piece, sums, SIZES, CELLS)
-        if CELLS.FIRST_ORDER:
-            tl.store(_covariance_at(at.pieces, piece, SIZES), covariance[0])
         # All threads must have stored before one of them signals it.
         tl.debug_barrier()
         num_parts = tl.cdiv(cell.total, PIECE)
@@ -402,6 +367,3 @@ def aggregate_kernel(
             first_extra = first_extra_piece(parent, sorted_of_head, CELLS)
             sums = _add_pieces(at.pieces, sums, parent, first_extra, num_parts, SIZES, CELLS)
             _store_rows(head, at, sums, parent, SIZES, CELLS)
-            if CELLS.FIRST_ORDER:
-                first = _covariance_at(at.pieces, parent, SIZES)
-                tl.store(first, _without_means(tl.load(first), sums, origin))

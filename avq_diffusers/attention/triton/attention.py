@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.codewords import padded, value_width
-from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
+from avq_diffusers.attention.triton.first_order import LEAST
+from avq_diffusers.attention.triton.launch import Launch, Memory
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
 from avq_diffusers.attention.triton.problem import Given, Layout, Problem, Strides, alignment_of
@@ -31,13 +32,13 @@ from avq_diffusers.attention.triton.select import (
     ColumnPointers,
     Programs,
     SelectBlocks,
+    columns_of_tile,
     select_kernel,
 )
 from avq_diffusers.attention.triton.softmax import (
     TileSizes,
     attend_codewords,
     empty_softmax,
-    load_dims,
     total_spread,
     total_weight,
 )
@@ -58,7 +59,7 @@ from avq_diffusers.attention.triton.tokens import (
     tokens_of_head,
 )
 from avq_diffusers.attention.triton.tuning import (
-    MATRIX_PIECES,
+    MATRIX_CHUNKS,
     AttentionTiling,
     attention_tiling,
     select_tiling,
@@ -75,13 +76,15 @@ class AttendBlocks(NamedTuple):
 
 
 @triton.jit
-def _add_codewords(query, tables, row_ptr, num_codewords, softmax, SIZES, BLOCKS):
+def _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS):
     """Add the codewords of a tile to a softmax."""
+    num_codewords = tl.load(columns.shown)
     for first in tl.range(0, num_codewords, BLOCKS.C):
         place = first + tl.arange(0, BLOCKS.C)
         valid = place < num_codewords
-        rows = tl.load(row_ptr + place, mask=valid, other=0)
-        softmax = attend_codewords(query, tables, rows, valid, softmax, SIZES)
+        rows = tl.load(columns.row + place, mask=valid, other=0)
+        bias = tl.load(columns.bias + place, mask=valid, other=float("-inf"))
+        softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
     return softmax
 
 
@@ -115,13 +118,12 @@ def place_after_gaps(rank, start, stops, gaps):
 
 
 @triton.jit
-def _add_keys(
-    query, of_centre, tables, keys, leaves, row_ptr, num_leaves, softmax, SIZES, BLOCKS
-):
+def _add_keys(query, of_centre, tables, keys, leaves, columns, softmax, SIZES, BLOCKS):
     """Add the keys of the leaves that a tile shows key by key."""
+    num_leaves = tl.load(columns.num_leaves)
     for first in tl.range(0, num_leaves, BLOCKS.LEAVES):
         start, num_keys, stops, gaps = leaves_at(
-            row_ptr, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
+            columns.row, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
         )
         for first_rank in tl.range(0, num_keys, BLOCKS.K):
             rank = first_rank + tl.arange(0, BLOCKS.K)
@@ -156,22 +158,20 @@ def attend_tile(
     query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
 ):
     """The softmax of a tile over its columns."""
-    row_ptr = columns.row + tile.number * SIZES.MOST
-    num_codewords = tl.load(columns.shown + tile.number * 2)
+    columns = columns_of_tile(columns, tile, SIZES)
     softmax = empty_softmax(BLOCKS.N, SIZES)
-    softmax = _add_codewords(query, tables, row_ptr, num_codewords, softmax, SIZES, BLOCKS)
+    softmax = _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS)
     if SIZES.REFINES == "threshold" or SIZES.SINKS:
         centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head.to(tl.int64)
         centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
         of_centre = centre_logits(query, centre_ptr, SIZES)
         if SIZES.REFINES == "threshold":
-            num_leaves = tl.load(columns.num_leaves + tile.number)
             keys = tokens_of_head(
                 tokens.key, tokens.value, key_layout, tile.batch, tile.head, SIZES
             )
             leaves = leaves_of_head(leaves, tile, key_layout.number, SIZES)
             softmax = _add_keys(
-                query, of_centre, tables, keys, leaves, row_ptr, num_leaves, softmax, SIZES, BLOCKS
+                query, of_centre, tables, keys, leaves, columns, softmax, SIZES, BLOCKS
             )
         if SIZES.SINKS:
             sinks = tokens_of_head(
@@ -182,23 +182,43 @@ def attend_tile(
 
 
 @triton.jit
-def matrix_block(tables, VALUE, VALUES, DIM, DIMS, SIZES):
-    """(DIMS, VALUES) A block of the first-order matrix, transposed."""
+def _follow(output, query, tables, size, VALUE, VALUES, SIZES):
+    """Add the matrix times queries to some dims of the output.
+
+    size: largest number of the matrix, which the queries have been multiplied by.
+    """
     values = VALUE + tl.arange(0, VALUES)
-    dims = DIM + tl.arange(0, DIMS)
-    return tl.load(tables.matrix + values[None, :] * SIZES.PADDED_DIM + dims[:, None])
+    ratio = tl.load(tables.matrix_scale + values) / size
+    block = matrix_block(tables, ratio, values, 0, SIZES.BLOCK_D, SIZES)
+    output = product(query[0], block, output)
+    if SIZES.REST_D > 0:
+        block = matrix_block(tables, ratio, values, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
+        output = product(query[1], block, output)
+    return output
 
 
 @triton.jit
-def _follow(query, tables, VALUE, VALUES, SIZES):
-    """(BLOCK_N, VALUES) Matrix times queries, for some dims of the values."""
-    block = matrix_block(tables, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES)
-    found = product(query[0], block)
+def matrix_block(tables, ratio, values, DIM, DIMS, SIZES):
+    """(DIMS, values) A block of the first-order matrix, transposed, its rows times a ratio."""
+    dims = DIM + tl.arange(0, DIMS)
+    block = tl.load(tables.matrix + values[None, :] * SIZES.PADDED_DIM + dims[:, None])
+    return (block.to(tl.float32) * ratio[None, :]).to(block.dtype)
+
+
+@triton.jit
+def matrix_size(tables, SIZES):
+    """Largest number of a head's first-order matrix, and something positive if all are 0."""
+    scales = tl.load(tables.matrix_scale + tl.arange(0, SIZES.PADDED_DIM))
+    return tl.maximum(tl.max(scales, axis=0), LEAST)
+
+
+@triton.jit
+def times(query, weight, SIZES):
+    """The queries, each times its weight (BLOCK_N)."""
+    scaled = ((query[0].to(tl.float32) * weight[:, None]).to(query[0].dtype),)
     if SIZES.REST_D > 0:
-        block = matrix_block(tables, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
-        found = product(query[1], block, found)
-    scale = tl.load(tables.matrix_scale + VALUE + tl.arange(0, VALUES))
-    return found * scale[None, :]
+        scaled += ((query[1].to(tl.float32) * weight[:, None]).to(query[1].dtype),)
+    return scaled
 
 
 @triton.jit
@@ -222,27 +242,29 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
     tile = whole_tile(query_order_ptr, num_queries, SIZES, BLOCKS.N)
-    tables = head_of_tables(tables, tile, SIZES)
-    query = load_queries(query_rows(query_ptr, query_strides, tile, QUERY_STRIDE), tile, SIZES)
+    tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
+    query_row_ptr = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
+    query = load_queries(query_row_ptr, tile, SIZES)
     softmax = attend_tile(
         query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
     )
     inverse = 1.0 / total_weight(softmax, SIZES)
-    weight = inverse
-    if SIZES.FIRST_ORDER:
-        seen = total_spread(softmax, SIZES) * inverse
-        weight = seen / (1.0 + seen * size_of(query, SIZES))
-
-    rows = output_rows(output_ptr, tile, num_queries, SIZES)
+    seen = total_spread(softmax, SIZES) * inverse
     output = softmax.numerator[0] * inverse[:, None]
+    rest = ()
+    if SIZES.REST_D > 0:
+        rest += (softmax.numerator[1] * inverse[:, None],)
     if SIZES.FIRST_ORDER:
-        output += weight[:, None] * _follow(query, tables, 0, BLOCK_D, SIZES)
+        query = load_queries(query_row_ptr, tile, SIZES, True)
+        size = matrix_size(tables, SIZES)
+        query = times(query, size * seen / (1.0 + seen * size_of(query, SIZES)), SIZES)
+        output = _follow(output, query, tables, size, 0, BLOCK_D, SIZES)
+        if SIZES.REST_D > 0:
+            rest = (_follow(rest[0], query, tables, size, BLOCK_D, SIZES.REST_D, SIZES),)
+    rows = output_rows(output_ptr, tile, num_queries, SIZES)
     store_dims(rows, 0, tile, output, HEAD_DIM)
     if SIZES.REST_D > 0:
-        output = softmax.numerator[1] * inverse[:, None]
-        if SIZES.FIRST_ORDER:
-            output += weight[:, None] * _follow(query, tables, BLOCK_D, SIZES.REST_D, SIZES)
-        store_dims(rows, BLOCK_D, tile, output, HEAD_DIM)
+        store_dims(rows, BLOCK_D, tile, rest[0], HEAD_DIM)
 
 
 class Tiles(NamedTuple):
@@ -290,6 +312,7 @@ def query_tiles(
     shape = (batch, heads, problem.num_tiles)
     columns = ColumnPointers(
         row=memory.add((*shape, sizes.MOST), torch.int32),
+        bias=memory.add((*shape, sizes.MOST), torch.float32),
         shown=memory.add((*shape, 2), torch.int32) if levels else given.shown,
         num_leaves=memory.add(shape, torch.int32),
         refined=memory.add((*shape, sizes.PARENT_ROWS), torch.int32),
@@ -339,7 +362,7 @@ def _select_launch(
         K=tiling.sinks,
         KEYS=tiling.keys,
         VALUES=tiling.matrix_rows,
-        PIECES=MATRIX_PIECES,
+        CHUNKS=MATRIX_CHUNKS,
         SCALE=problem.scale,
         LEVELS=levels,
     )

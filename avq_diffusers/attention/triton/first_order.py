@@ -3,6 +3,8 @@
     M = scale sum_j (v_j - mean of its leaf) (k_j - mean of its leaf)^T / sum_j s_leaf(j)
 
 with the spreads s in units of the codes. A query that sees the spread r gains r / (1 + r size) M q.
+The sum over keys is that around the centre, which the sort adds up chunk by chunk, without the same
+for the means of leaves.
 
 Shapes: as in `precompute`.
 """
@@ -10,52 +12,55 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.pieces import extra_pieces, sorted_keys
+from avq_diffusers.attention.triton.rows import product
 
 # Below it, a sum over keys counts as zero.
 LEAST = tl.constexpr(1e-30)
+# Leaves whose means are taken away at once.
+ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def _total_spread(tables, batch_head, CELLS):
-    """Sum over all keys of the spreads of their leaves."""
-    BLOCK: tl.constexpr = 256
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(CELLS.PARENT_ROWS, CELLS.ROWS, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        place = batch_head * CELLS.ROWS + row
-        counts = tl.load(tables.counts + place, mask=row < CELLS.ROWS, other=0)
-        spread = tl.load(tables.spread + place, mask=row < CELLS.ROWS, other=0.0)
-        total += counts * spread
-    return tl.sum(total, axis=0)
+def _over_chunks(covariance_ptr, numbers, num_chunks, SIZE, CHUNKS):
+    """Sum over all chunks of some numbers of their covariances."""
+    total = tl.zeros(numbers.shape, tl.float32)
+    for first in tl.range(0, num_chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        pointers = covariance_ptr + (chunk * SIZE)[:, None, None] + numbers[None, :, :]
+        is_chunk = (chunk < num_chunks)[:, None, None]
+        total += tl.sum(tl.load(pointers, mask=is_chunk, other=0.0), axis=0)
+    return total
 
 
 @triton.jit
-def add_covariances(
-    covariance_ptr, tables, sort, chunks, batch_head, part, num_pieces, CELLS, DIM, BLOCKS
-):
+def add_covariances(covariance_ptr, tables, chunks, part, SIZES, CELLS, BLOCKS):
     """Write VALUES rows of a head's matrix, each relative to its largest number."""
+    DIM: tl.constexpr = SIZES.PADDED_DIM
     VALUES: tl.constexpr = BLOCKS.VALUES
-    PIECES: tl.constexpr = BLOCKS.PIECES
-    extra = extra_pieces(sorted_keys(sort, batch_head, chunks, CELLS), CELLS)
-    num_valid = CELLS.PARENT_ROWS + tl.sum(extra, axis=0)
+    dims = tl.arange(0, DIM)
     values = part * VALUES + tl.arange(0, VALUES)
-    # (VALUES, DP)
-    numbers = values[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    total = tl.zeros([VALUES, DIM], tl.float32)
-    covariance_ptr += batch_head * num_pieces * (DIM * DIM)
-    for first in tl.range(0, num_valid, PIECES):
-        piece = first + tl.arange(0, PIECES)
-        pointers = covariance_ptr + (piece * (DIM * DIM))[:, None, None] + numbers[None, :, :]
-        is_piece = (piece < num_valid)[:, None, None]
-        total += tl.sum(tl.load(pointers, mask=is_piece, other=0.0), axis=0)
+    numbers = values[:, None] * DIM + dims[None, :]
+    total = _over_chunks(covariance_ptr, numbers, chunks.number, DIM * DIM, BLOCKS.CHUNKS)
+    spread = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(SIZES.PARENT_ROWS, SIZES.ROWS, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_row = row < SIZES.ROWS
+        counts = tl.load(tables.counts + row, mask=is_row, other=0).to(tl.float32)
+        spread += counts * tl.load(tables.spread + row, mask=is_row, other=0.0)
+        pointers = tables.codes + row[:, None] * DIM + dims[None, :]
+        keys = tl.load(pointers, mask=is_row[:, None], other=0.0).to(tl.float32)
+        pointers = tables.mean_values + row[:, None] * SIZES.VALUE_WIDTH + values[None, :]
+        mask = is_row[:, None] & (values < SIZES.HEAD_DIM)[None, :]
+        mean_values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        weights = counts * (-1.0 / SIZES.FACTOR)
+        total = product(tl.trans(mean_values * weights[:, None]), keys, total)
 
-    spread = _total_spread(tables, batch_head, CELLS)
+    spread = tl.sum(spread, axis=0)
     largest = tl.max(tl.abs(total), axis=1)
     # Without two keys in a leaf there is no term.
     is_some = tl.minimum(largest, spread) > LEAST
     matrix = total * tl.where(is_some, 1.0 / largest, 0.0)[:, None]
     dtype = tables.matrix.dtype.element_ty
-    tl.store(tables.matrix + batch_head * (DIM * DIM) + numbers, matrix.to(dtype))
+    tl.store(tables.matrix + numbers, matrix.to(dtype))
     scale = tl.where(is_some, largest * (BLOCKS.SCALE / spread), 0.0)
-    tl.store(tables.matrix_scale + batch_head * DIM + values, scale)
+    tl.store(tables.matrix_scale + values, scale)

@@ -45,7 +45,7 @@ class Precompute(NamedTuple):
       scale log2(e).
     - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_width`. The numbers
       after the first D are 1, the spread and zeros.
-    - `counts`: (B, H, 2 MP + M0 CP) int32, number of keys.
+    - `counts`: (B, H, 2 MP + M0 CP) int32, number of keys; `log_counts`: float32, log2 of it.
     - `spread`: (B, H, 2 MP + M0 CP) float32, mean squared distance of the keys to their mean, in
       units of the codes, if means represent them.
     - `inside`: (B, H, MP, 2) float32, mean spread of a parent's leaves, weighted by their keys, and
@@ -104,12 +104,12 @@ def precompute_launches(
         part(num_pieces, leaf_rows * (1 + means), dim, dtype=float32),
         part(num_pieces, leaf_rows),
         part(num_pieces, leaf_rows, dtype=float32, when=means),
-        part(num_pieces, dim, dim, dtype=float32, when=follows),
     )
     tables = Tables(
         codes=part(cells.ROWS, dim, dtype=dtype) if means else given.stored_codes,
         mean_values=part(cells.ROWS, cells.VALUE_WIDTH, dtype=dtype),
         counts=part(cells.ROWS),
+        log_counts=part(cells.ROWS, dtype=float32),
         spread=part(cells.ROWS, dtype=float32, when=means),
         inside=part(parent_rows, 2, dtype=float32, when=means),
         matrix=part(dim, dim, dtype=dtype, when=follows),
@@ -122,7 +122,7 @@ def precompute_launches(
         "centre_ptr": centre,
         "leaf_ptr": part(num_keys, when=cells.LEAVES),
         "piece_counts_ptr": pieces.piece_counts,
-        "covariance_ptr": pieces.piece_covariance,
+        "covariance_ptr": part(tiling.num_chunks, dim, dim, dtype=float32, when=follows),
         "source": ParentPointers(given.stored_codes, given.bias, given.parents, given.key_order),
         "sort": sort,
         "pieces": pieces,
@@ -204,4 +204,5 @@ def _sort_blocks(problem: Problem, tiling: PrecomputeTiling, sizes: KeySizes) ->
         PARENTS=sort_parents,
         STRIPS=tiling.sort_warps,
         RESIDENT=sort_parents == sizes.PARENT_ROWS or resident_bytes <= tiling.sort_shared,
+        FIRST_ORDER=problem.has_first_order,
     )

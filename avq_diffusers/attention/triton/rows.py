@@ -46,6 +46,7 @@ class Tables(NamedTuple):
     codes: tl.tensor
     mean_values: tl.tensor
     counts: tl.tensor
+    log_counts: tl.tensor
     spread: tl.tensor
     inside: tl.tensor
     matrix: tl.tensor

@@ -58,6 +58,7 @@ class ColumnPointers(NamedTuple):
     # (B, H, T, MOST) int32 rows of the tables: codewords from the front; from the back, leaves
     # whose keys are shown.
     row: tl.tensor
+    bias: tl.tensor  # (B, H, T, MOST) float32, log2 of the number of keys of the codewords
     shown: tl.tensor  # (B, H, T, 2) int32, numbers of codewords and of keys
     num_leaves: tl.tensor  # (B, H, T) int32, number of leaves whose keys are shown
     refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents
@@ -68,7 +69,7 @@ class SelectBlocks(NamedTuple):
     """Compile-time blocks: parents, refined parents with their children, and sinks, per step.
 
     KEYS: keys that a program of the leaf order places at once.
-    VALUES, PIECES: rows of a first-order matrix per program, and pieces that it adds at once.
+    VALUES, CHUNKS: rows of a first-order matrix per program, and chunks that it adds at once.
     SCALE: factor of that matrix.
     LEVELS: whether levels are stored.
     """
@@ -79,7 +80,7 @@ class SelectBlocks(NamedTuple):
     K: tl.constexpr
     KEYS: tl.constexpr
     VALUES: tl.constexpr
-    PIECES: tl.constexpr
+    CHUNKS: tl.constexpr
     SCALE: tl.constexpr
     LEVELS: tl.constexpr
 
@@ -119,11 +120,13 @@ def _growth(x):
 
 
 @triton.jit
-def _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
+def _append(tables, columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
     """Add rows that hold keys to the columns, key by key where `is_fine`."""
     is_shown = has_keys & ~is_fine
     place = counted.codewords + tl.cumsum(is_shown.to(tl.int32), axis=0) - 1
     tl.store(columns.row + place, rows, mask=is_shown)
+    bias = tl.load(tables.log_counts + rows, mask=is_shown, other=0.0)
+    tl.store(columns.bias + place, bias, mask=is_shown)
     num_codewords = counted.codewords + tl.sum(is_shown.to(tl.int32), axis=0)
     num_leaves = counted.leaves
     num_keys = counted.keys
@@ -148,14 +151,20 @@ def _add_logits(running_max, total, logits):
 
 
 @triton.jit
+def _row_logits(query, tables, rows, valid, SIZES):
+    """Logits (SAMPLES, rows), -inf for rows without keys or not valid."""
+    log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
+    return logits_of(query, load_codes(tables, rows, valid, SIZES), log_counts[None, :])
+
+
+@triton.jit
 def _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS):
     """(SAMPLES) log2 of the sum of weights of all parents and, with a threshold, of sinks."""
     running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
     total = tl.zeros([BLOCKS.SAMPLES], tl.float32)
     for first in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.M):
         rows = first + tl.arange(0, BLOCKS.M)
-        codes, log_counts = load_codes(tables, rows, rows >= 0, SIZES)
-        logits = logits_of(query, codes, log_counts[None, :])
+        logits = _row_logits(query, tables, rows, rows >= 0, SIZES)
         running_max, total = _add_logits(running_max, total, logits)
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         of_centre = centre_logits(query, centre_ptr, SIZES)
@@ -170,8 +179,8 @@ def _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS):
 @triton.jit
 def _masses(asked, tables, rows, valid, SIZES):
     """(rows) Mean attention of the queries that decide to some rows."""
-    codes, log_counts = load_codes(tables, rows, valid, SIZES)
-    shares = tl.exp2(logits_of(asked.query, codes, log_counts[None, :] - asked.log_total[:, None]))
+    logits = _row_logits(asked.query, tables, rows, valid, SIZES)
+    shares = tl.exp2(logits - asked.log_total[:, None])
     return tl.sum(shares * asked.inverse[:, None], axis=0)
 
 
@@ -247,7 +256,7 @@ def _append_children(
     if SIZES.REFINES == "threshold":
         masses = _masses(asked, tables, rows, valid, SIZES)
         is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
-    return _append(columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS)
+    return _append(tables, columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS)
 
 
 @triton.jit
@@ -260,7 +269,7 @@ def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
     is_refined = _refined(asked, tables, counts, threshold, SIZES, BLOCKS)
     is_shown = (counts > 0) & ~is_refined
     none = parents < 0
-    counted = _append(columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
+    counted = _append(tables, columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
     if SIZES.REFINES != "none":
         num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
         place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
@@ -273,7 +282,7 @@ def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
         if SIZES.REFINES == "threshold":
             masses = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
             is_fine = _is_fine(masses, tables, rows, has_keys, counts, asked.size, threshold)
-        counted = _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
+        counted = _append(tables, columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
 
         if SIZES.CHILD_ROWS > 0:
             # The loop reads what other threads of this program wrote.
@@ -286,10 +295,11 @@ def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
 
 
 @triton.jit
-def _columns_of_tile(columns, tile, SIZES):
+def columns_of_tile(columns, tile, SIZES):
     """The `ColumnPointers` of a tile."""
     return ColumnPointers(
         columns.row + tile.number * SIZES.MOST,
+        columns.bias + tile.number * SIZES.MOST,
         columns.shown + tile.number * 2,
         columns.num_leaves + tile.number,
         columns.refined + tile.number * SIZES.PARENT_ROWS,
@@ -356,26 +366,18 @@ def select_kernel(
         return
     index -= programs.pieces
     if SIZES.FIRST_ORDER and index < programs.matrix:
-        add_covariances(
-            covariance_ptr,
-            tables,
-            sort,
-            chunks,
-            batch_head,
-            index,
-            num_pieces,
-            CELLS,
-            SIZES.PADDED_DIM,
-            BLOCKS,
-        )
+        SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
+        covariance_ptr += batch_head * (CELLS.NUM_CHUNKS * SIZE)
+        tables = head_of_tables(tables, batch_head, head, SIZES)
+        add_covariances(covariance_ptr, tables, chunks, index, SIZES, CELLS, BLOCKS)
         return
     index -= programs.matrix
 
     num_valid = tl.minimum(num_queries - index * SIZES.QUERY_TILE, SIZES.QUERY_TILE)
     row, valid = _sampled_rows(num_valid, BLOCKS)
     tile = tile_at(query_order_ptr, batch, head, index, num_tiles, row, valid, SIZES)
-    tables = head_of_tables(tables, tile, SIZES)
-    columns = _columns_of_tile(columns, tile, SIZES)
+    tables = head_of_tables(tables, batch_head, head, SIZES)
+    columns = columns_of_tile(columns, tile, SIZES)
     sinks = tokens_of_head(tokens.sink_key, tokens.sink_value, sink_layout, batch, head, SIZES)
     centre_head = batch_head if SIZES.OWN_CENTRE else head.to(tl.int64)
     centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM

@@ -80,12 +80,10 @@ def _load_blocks(pointer, rows, valid, STRIDE, SIZES):
 
 @triton.jit
 def load_codes(tables, rows, valid, SIZES):
-    """Codes of some rows, and log2 of how many keys they stand for, -inf where not valid."""
-    counts = tl.load(tables.counts + rows, mask=valid, other=0)
-    log_counts = tl.where(counts > 0, tl.log2(tl.maximum(counts, 1).to(tl.float32)), float("-inf"))
+    """Codes of some rows."""
     if not SIZES.MEANS:  # one code for all keys of a parent and for those that stay
         rows -= tl.where(rows >= SIZES.PARENT_ROWS, SIZES.PARENT_ROWS, 0)
-    return _load_blocks(tables.codes, rows, valid, SIZES.PADDED_DIM, SIZES), log_counts
+    return _load_blocks(tables.codes, rows, valid, SIZES.PADDED_DIM, SIZES)
 
 
 @triton.jit
@@ -151,11 +149,11 @@ def accumulate(softmax, weights, values, numbers, SIZES):
 
 
 @triton.jit
-def attend_codewords(query, tables, rows, valid, softmax, SIZES):
-    """Add rows of the tables to a softmax."""
-    codes, log_counts = load_codes(tables, rows, valid, SIZES)
+def attend_codewords(query, tables, rows, bias, valid, softmax, SIZES):
+    """Add rows of the tables to a softmax, with a bias of their logits."""
+    codes = load_codes(tables, rows, valid, SIZES)
     values, numbers = load_values(tables, rows, valid, SIZES)
-    weights, softmax = weigh(softmax, logits_of(query, codes, log_counts[None, :]))
+    weights, softmax = weigh(softmax, logits_of(query, codes, bias[None, :]))
     return accumulate(softmax, weights, values, numbers, SIZES)
 
 

@@ -16,8 +16,11 @@ from avq_diffusers.attention.triton.rows import (
     best_of_blocks,
     first_maximum,
     head_of_program,
+    head_start,
     load_parents,
+    load_rows,
     origin_of,
+    product,
 )
 
 
@@ -45,6 +48,7 @@ class SortBlocks(NamedTuple):
     PARENTS: tl.constexpr
     STRIPS: tl.constexpr
     RESIDENT: tl.constexpr  # shared memory holds the codes of all parents
+    FIRST_ORDER: tl.constexpr  # values inside leaves follow their keys
 
 
 class Chunk(NamedTuple):
@@ -110,8 +114,12 @@ def _best_of_resident(key, codes, biases, SIZES, BLOCKS):
 
 
 @triton.jit
-def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
-    """Write the parent of each key to `rank`, and its squared distance with mean keys."""
+def _find_parents(head, chunk, codes, biases, value_ptr, value_stride, centre, at, SIZES, BLOCKS):
+    """Write the parent of each key to `rank`, and its squared distance with mean keys.
+
+    Returns the sum of values times keys around the `centre`, (DP, DP); nothing without a
+    first-order term.
+    """
     rows = tl.arange(0, BLOCKS.KEYS)
     dims = tl.arange(0, SIZES.PADDED_DIM)
     stride = head.stride.to(tl.int64) * SIZES.ALIGN
@@ -120,6 +128,9 @@ def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
     offsets = rows[:, None] * stride.to(tl.int32) + dims[None, :]
     if SIZES.MEANS:
         origin = origin_of(head, SIZES)
+    covariance = ()
+    if BLOCKS.FIRST_ORDER:
+        covariance += (tl.zeros([SIZES.PADDED_DIM, SIZES.PADDED_DIM], tl.float32),)
     for block in tl.range(0, chunk.length, BLOCKS.KEYS):
         # (KEYS, DP)
         is_key = block + rows < chunk.length
@@ -129,6 +140,12 @@ def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
             distance = key.to(tl.float32) - origin[None, :]
             square = tl.sum(distance * distance, axis=1)
             tl.store(at.square + block + rows, square, mask=is_key)
+        if BLOCKS.FIRST_ORDER:
+            # Values beyond the last key are 0.
+            token = chunk.first + block + rows
+            value = load_rows(value_ptr, token, value_stride, SIZES.ALIGN, is_key, SIZES)
+            offset = (key.to(tl.float32) - centre[None, :]).to(key.dtype)
+            covariance = (product(tl.trans(value), offset, covariance[0]),)
 
         # (KEYS, 8)
         if BLOCKS.RESIDENT:
@@ -137,6 +154,7 @@ def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
             best, parent = best_of_blocks(key, head, SIZES, BLOCKS.PARENTS)
         _, parent = first_maximum(best, parent, SIZES.PARENT_ROWS - 1)
         tl.store(at.rank + block + rows, parent, mask=is_key)
+    return covariance
 
 
 @triton.jit
@@ -235,10 +253,13 @@ def _at_chunk(sort, head, chunks, index, SIZES, BLOCKS):
 @triton.jit
 def sort_kernel(
     key_ptr,
+    value_ptr,
     centre_ptr,
+    covariance_ptr,
     source: ParentPointers,
     sort: SortPointers,
     key_strides: Strides,
+    value_strides: Strides,
     chunks: Chunks,
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -249,20 +270,31 @@ def sort_kernel(
     order. Ranking works on strips of the chunk, 32 keys of each at a time.
 
     centre: (B, H, DP) float32, the mean of the parents, written unless they are stored.
+    covariance: (B, H, NUM_CHUNKS, DP, DP) float32, sum of values times keys around the centre.
     """
     head = head_of_program(key_ptr, source, key_strides, chunks.num_keys, SIZES)
     index = tl.program_id(2)
     chunk, at = _at_chunk(sort, head, chunks, index, SIZES, BLOCKS)
 
     codes, biases = _resident_parents(head, SIZES, BLOCKS)
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    centre = ()
     if not SIZES.STORED:
-        is_first = index == 0
-        if is_first:
-            centre = _mean_parent(head, codes, SIZES, BLOCKS)
-            dims = tl.arange(0, SIZES.PADDED_DIM)
-            tl.store(centre_ptr + head.batch_head * SIZES.PADDED_DIM + dims, centre)
+        centre = _mean_parent(head, codes, SIZES, BLOCKS)
+        tl.store(
+            centre_ptr + head.batch_head * SIZES.PADDED_DIM + dims,
+            centre,
+            mask=(dims >= 0) & (index == 0),
+        )
 
-    _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS)
+    value_ptr += head_start(value_strides, head.batch, head.head, SIZES.ALIGN)
+    covariance = _find_parents(
+        head, chunk, codes, biases, value_ptr, value_strides.token, centre, at, SIZES, BLOCKS
+    )
+    if BLOCKS.FIRST_ORDER:
+        first = (head.batch_head * BLOCKS.NUM_CHUNKS + index) * (SIZES.PADDED_DIM * SIZES.PADDED_DIM)
+        numbers = dims[:, None] * SIZES.PADDED_DIM + dims[None, :]
+        tl.store(covariance_ptr + first + numbers, covariance[0])
     start = _rank(chunk, at, SIZES, BLOCKS)
     all_parents = tl.arange(0, SIZES.PARENT_ROWS)
     tl.store(at.start + all_parents * BLOCKS.NUM_CHUNKS, start)

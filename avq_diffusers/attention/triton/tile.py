@@ -50,18 +50,19 @@ def whole_tile(query_order_ptr, num_queries, SIZES, BLOCK_N):
 
 
 @triton.jit
-def head_of_tables(tables, tile, SIZES):
-    """The `Tables` of a tile's head."""
-    code_head = tile.batch_head if SIZES.MEANS else tile.head
-    row = tile.batch_head * SIZES.ROWS
+def head_of_tables(tables, batch_head, head, SIZES):
+    """The `Tables` of a head."""
+    code_head = batch_head if SIZES.MEANS else head
+    row = batch_head * SIZES.ROWS
     return Tables(
         tables.codes + code_head * (SIZES.CODE_ROWS * SIZES.PADDED_DIM),
         tables.mean_values + row * SIZES.VALUE_WIDTH,
         tables.counts + row,
+        tables.log_counts + row,
         tables.spread + row,
-        tables.inside + tile.batch_head * (2 * SIZES.PARENT_ROWS),
-        tables.matrix + tile.batch_head * (SIZES.PADDED_DIM * SIZES.PADDED_DIM),
-        tables.matrix_scale + tile.batch_head * SIZES.PADDED_DIM,
+        tables.inside + batch_head * (2 * SIZES.PARENT_ROWS),
+        tables.matrix + batch_head * (SIZES.PADDED_DIM * SIZES.PADDED_DIM),
+        tables.matrix_scale + batch_head * SIZES.PADDED_DIM,
     )
 
 
@@ -73,19 +74,29 @@ def query_rows(pointer, strides, tile, STRIDE_TOKEN):
 
 
 @triton.jit
-def _load_dims(row_pointers, first, tile, HEAD_DIM, WIDTH):
+def _load_dims(row_pointers, first, tile, HEAD_DIM, WIDTH, AGAIN):
     """Load dims of the query rows from `first` on, padded with zeros."""
     dims = first + tl.arange(0, WIDTH)
     mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
-    return tl.load(row_pointers + dims[None, :], mask=mask, other=0.0)
+    pointers = row_pointers + dims[None, :]
+    if AGAIN:
+        block = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        block = tl.load(pointers, mask=mask, other=0.0)
+    return block
 
 
 @triton.jit
-def load_queries(row_pointers, tile, SIZES):
-    """The queries in blocks of dims, (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)."""
-    query = (_load_dims(row_pointers, 0, tile, SIZES.HEAD_DIM, SIZES.BLOCK_D),)
+def load_queries(row_pointers, tile, SIZES, AGAIN=False):
+    """The queries in blocks of dims, (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D).
+
+    AGAIN: the compiler does not keep what was loaded before in registers.
+    """
+    query = (_load_dims(row_pointers, 0, tile, SIZES.HEAD_DIM, SIZES.BLOCK_D, AGAIN),)
     if SIZES.REST_D > 0:
-        query += (_load_dims(row_pointers, SIZES.BLOCK_D, tile, SIZES.HEAD_DIM, SIZES.REST_D),)
+        query += (
+            _load_dims(row_pointers, SIZES.BLOCK_D, tile, SIZES.HEAD_DIM, SIZES.REST_D, AGAIN),
+        )
     return query
 
 

@@ -19,7 +19,7 @@ class AttentionTiling:
     num_stages: int  # blocks of columns in flight; each takes shared memory
     codewords: int  # per block of the online softmax
     keys: int  # keys or sinks per block
-    leaves: int = 64  # leaves whose keys are found at once
+    leaves: int = 32  # leaves whose keys are found at once
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
     rest_dims: int = 0  # dims of a second block after 64; 0 keeps all dims in one block
 
@@ -67,11 +67,11 @@ class SelectTiling:
     parents: int  # parents, stays or children per matmul
     sinks: int  # per matmul
     keys: int = 64  # that a program of the leaf order places at once
-    matrix_rows: int = 2  # rows of the first-order matrix that one program adds up
+    matrix_rows: int = 16  # rows of the first-order matrix that one program adds up
 
 
-# Pieces whose part of a first-order matrix is added at once.
-MATRIX_PIECES = 32
+# Chunks whose part of a first-order matrix is added at once.
+MATRIX_CHUNKS = 2
 
 
 def select_tiling(problem: Problem) -> SelectTiling:
@@ -159,9 +159,11 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
         tiling = replace(
             tiling,
             leaf_keys=32 if problem.capability in FEW_LEAF_KEYS else 64,
-            leaf_warps=2,
+            leaf_warps=4,
             piece_keys=min(tiling.piece_keys, 1024),
         )
+    if padded_dim > 64 and problem.has_first_order:
+        tiling = replace(tiling, sort_warps=8)
     if problem.dtype == torch.float32:
         return replace(
             tiling,
@@ -173,9 +175,6 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
             leaf_stages=1,
             leaf_registers=None,
         )
-    if problem.has_first_order:  # its sums would spill in fewer warps
-        warps = 4 if padded_dim <= 64 else 8
-        return replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=warps)
     return tiling
 
 
