@@ -46,9 +46,7 @@ def kernel_attention(
     return results
 
 
-def repetition(
-    tensors: Tensors, spec: Spec
-) -> Callable[[Tensors], tuple[Tensor, Tensor] | None]:
+def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor, Tensor] | None]:
     """`kernel_attention` for further calls that look like one that has run, with own codewords.
 
     Args:

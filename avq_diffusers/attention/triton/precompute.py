@@ -127,9 +127,7 @@ def precompute_launches(
         "sort": sort,
         "pieces": pieces,
         "tables": tables,
-        "leaves": LeafPointers(
-            part(num_keys, when=has_order), part(cells.ROWS, when=has_order)
-        ),
+        "leaves": LeafPointers(part(num_keys, when=has_order), part(cells.ROWS, when=has_order)),
         "key_strides": problem.key.divided(sizes.ALIGN),
         "value_strides": problem.value.divided(sizes.ALIGN),
         "chunks": chunks,

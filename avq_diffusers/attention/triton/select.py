@@ -241,9 +241,7 @@ def _refined(asked, tables, counts, threshold, SIZES, BLOCKS):
 
 
 @triton.jit
-def _append_children(
-    asked, tables, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
-):
+def _append_children(asked, tables, columns, counted, first, num_refined, threshold, SIZES, BLOCKS):
     """Add the children of P refined parents, from the tile's `first` one on, to the columns."""
     CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     child = tl.arange(0, BLOCKS.P * CHILD_ROWS)

@@ -292,7 +292,9 @@ def sort_kernel(
         head, chunk, codes, biases, value_ptr, value_strides.token, centre, at, SIZES, BLOCKS
     )
     if BLOCKS.FIRST_ORDER:
-        first = (head.batch_head * BLOCKS.NUM_CHUNKS + index) * (SIZES.PADDED_DIM * SIZES.PADDED_DIM)
+        first = (head.batch_head * BLOCKS.NUM_CHUNKS + index) * (
+            SIZES.PADDED_DIM * SIZES.PADDED_DIM
+        )
         numbers = dims[:, None] * SIZES.PADDED_DIM + dims[None, :]
         tl.store(covariance_ptr + first + numbers, covariance[0])
     start = _rank(chunk, at, SIZES, BLOCKS)
