@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.codewords import padded, value_width
-from avq_diffusers.attention.triton.first_order import LEAST
+from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
 from avq_diffusers.attention.triton.launch import Launch, Memory
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
@@ -59,7 +59,7 @@ from avq_diffusers.attention.triton.tokens import (
     tokens_of_head,
 )
 from avq_diffusers.attention.triton.tuning import (
-    MATRIX_CHUNKS,
+    MATRIX_BLOCK,
     AttentionTiling,
     attention_tiling,
     select_tiling,
@@ -67,24 +67,30 @@ from avq_diffusers.attention.triton.tuning import (
 
 
 class AttendBlocks(NamedTuple):
-    """Compile-time blocks: queries, codewords, keys, and leaves whose keys are found at once."""
+    """Compile-time blocks: queries, codewords, keys, leaves whose keys are found at once, and
+    columns whose places are."""
 
     N: tl.constexpr
     C: tl.constexpr
     K: tl.constexpr
     LEAVES: tl.constexpr
+    LIST: tl.constexpr
 
 
 @triton.jit
 def _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS):
     """Add the codewords of a tile to a softmax."""
     num_codewords = tl.load(columns.shown)
-    for first in tl.range(0, num_codewords, BLOCKS.C):
-        place = first + tl.arange(0, BLOCKS.C)
-        valid = place < num_codewords
-        rows = tl.load(columns.row + place, mask=valid, other=0)
-        bias = tl.load(columns.bias + place, mask=valid, other=float("-inf"))
-        softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
+    for first in tl.range(0, num_codewords, BLOCKS.LIST):
+        place = first + tl.arange(0, BLOCKS.LIST)
+        every_row = tl.load(columns.row + place, mask=place < num_codewords, other=0)
+        number = tl.minimum(num_codewords - first, BLOCKS.LIST)
+        for start in tl.range(0, number, BLOCKS.C):
+            place = start + tl.arange(0, BLOCKS.C)
+            valid = place < number
+            rows = tl.gather(every_row, place, axis=0)
+            bias = tl.load(columns.bias + first + place, mask=valid, other=float("-inf"))
+            softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
     return softmax
 
 
@@ -125,12 +131,16 @@ def _add_keys(query, of_centre, tables, keys, leaves, columns, softmax, SIZES, B
         start, num_keys, stops, gaps = leaves_at(
             columns.row, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
         )
-        for first_rank in tl.range(0, num_keys, BLOCKS.K):
-            rank = first_rank + tl.arange(0, BLOCKS.K)
-            valid = rank < num_keys
+        for first_rank in tl.range(0, num_keys, BLOCKS.LIST):
+            rank = first_rank + tl.arange(0, BLOCKS.LIST)
             place = place_after_gaps(rank, start, stops, gaps)
-            token = tl.load(leaves.leaf_order + place, mask=valid, other=0)
-            softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
+            every_token = tl.load(leaves.leaf_order + place, mask=rank < num_keys, other=0)
+            number = tl.minimum(num_keys - first_rank, BLOCKS.LIST)
+            for first_key in tl.range(0, number, BLOCKS.K):
+                place = first_key + tl.arange(0, BLOCKS.K)
+                valid = place < number
+                token = tl.gather(every_token, place, axis=0)
+                softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
     return softmax
 
 
@@ -187,29 +197,12 @@ def _follow(output, query, tables, size, VALUE, VALUES, SIZES):
 
     size: largest number of the matrix, which the queries have been multiplied by.
     """
-    values = VALUE + tl.arange(0, VALUES)
-    ratio = tl.load(tables.matrix_scale + values) / size
-    block = matrix_block(tables, ratio, values, 0, SIZES.BLOCK_D, SIZES)
+    block = matrix_block(tables, size, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES)
     output = product(query[0], block, output)
     if SIZES.REST_D > 0:
-        block = matrix_block(tables, ratio, values, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
+        block = matrix_block(tables, size, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
         output = product(query[1], block, output)
     return output
-
-
-@triton.jit
-def matrix_block(tables, ratio, values, DIM, DIMS, SIZES):
-    """(DIMS, values) A block of the first-order matrix, transposed, its rows times a ratio."""
-    dims = DIM + tl.arange(0, DIMS)
-    block = tl.load(tables.matrix + values[None, :] * SIZES.PADDED_DIM + dims[:, None])
-    return (block.to(tl.float32) * ratio[None, :]).to(block.dtype)
-
-
-@triton.jit
-def matrix_size(tables, SIZES):
-    """Largest number of a head's first-order matrix, and something positive if all are 0."""
-    scales = tl.load(tables.matrix_scale + tl.arange(0, SIZES.PADDED_DIM))
-    return tl.maximum(tl.max(scales, axis=0), LEAST)
 
 
 @triton.jit
@@ -336,7 +329,11 @@ def query_tiles(
         "SIZES": sizes,
     }
     attend = AttendBlocks(
-        padded(problem.spec.query_tile, 16), tiling.codewords, tiling.keys, tiling.leaves
+        padded(problem.spec.query_tile, 16),
+        tiling.codewords,
+        tiling.keys,
+        tiling.leaves,
+        tiling.columns,
     )
     select = _select_launch(problem, precompute, arguments, levels=levels)
     grid = heads * problem.num_tiles, batch, 1
@@ -354,15 +351,13 @@ def _select_launch(
     sizes = arguments["SIZES"]
     batch, heads, _, _ = problem.query.shape
     num_pieces = precompute.arguments["num_pieces"] if problem.shows_keys else 0
-    num_matrix = -(-sizes.PADDED_DIM // tiling.matrix_rows) if problem.has_first_order else 0
+    num_matrix = (sizes.PADDED_DIM // MATRIX_BLOCK) ** 2 if problem.has_first_order else 0
     blocks = SelectBlocks(
         SAMPLES=padded(problem.num_samples, 16),
         M=min(tiling.parents, sizes.PARENT_ROWS),
         P=max(1, tiling.parents // max(1, sizes.CHILD_ROWS)),
         K=tiling.sinks,
         KEYS=tiling.keys,
-        VALUES=tiling.matrix_rows,
-        CHUNKS=MATRIX_CHUNKS,
         SCALE=problem.scale,
         LEVELS=levels,
     )

@@ -4,7 +4,8 @@
 
 with the spreads s in units of the codes. A query that sees the spread r gains r / (1 + r size) M q.
 The sum over keys is that around the centre, which the sort adds up chunk by chunk, without the same
-for the means of leaves.
+for the means of leaves. The matrix is stored in blocks of 16 x 16, each relative to its largest
+number.
 
 Shapes: as in `precompute`.
 """
@@ -16,31 +17,28 @@ from avq_diffusers.attention.triton.rows import product
 
 # Below it, a sum over keys counts as zero.
 LEAST = tl.constexpr(1e-30)
-# Leaves whose means are taken away at once.
-ROWS = tl.constexpr(16)
+# Side of a block of the matrix, chunks that are added at once, and leaves whose means are taken
+# away at once.
+BLOCK = tl.constexpr(16)
+CHUNKS = tl.constexpr(8)
+ROWS = tl.constexpr(64)
 
 
 @triton.jit
-def _over_chunks(covariance_ptr, numbers, num_chunks, SIZE, CHUNKS):
-    """Sum over all chunks of some numbers of their covariances."""
-    total = tl.zeros(numbers.shape, tl.float32)
+def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
+    """Write a block of a head's matrix."""
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    SIDE: tl.constexpr = DIM // BLOCK
+    values = block // SIDE * BLOCK + tl.arange(0, BLOCK)
+    dims = block % SIDE * BLOCK + tl.arange(0, BLOCK)
+    numbers = values[:, None] * DIM + dims[None, :]
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in tl.range(0, num_chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
-        pointers = covariance_ptr + (chunk * SIZE)[:, None, None] + numbers[None, :, :]
+        pointers = covariance_ptr + (chunk * (DIM * DIM))[:, None, None] + numbers[None, :, :]
         is_chunk = (chunk < num_chunks)[:, None, None]
         total += tl.sum(tl.load(pointers, mask=is_chunk, other=0.0), axis=0)
-    return total
 
-
-@triton.jit
-def add_covariances(covariance_ptr, tables, chunks, part, SIZES, CELLS, BLOCKS):
-    """Write VALUES rows of a head's matrix, each relative to its largest number."""
-    DIM: tl.constexpr = SIZES.PADDED_DIM
-    VALUES: tl.constexpr = BLOCKS.VALUES
-    dims = tl.arange(0, DIM)
-    values = part * VALUES + tl.arange(0, VALUES)
-    numbers = values[:, None] * DIM + dims[None, :]
-    total = _over_chunks(covariance_ptr, numbers, chunks.number, DIM * DIM, BLOCKS.CHUNKS)
     spread = tl.zeros([ROWS], tl.float32)
     for first in tl.range(SIZES.PARENT_ROWS, SIZES.ROWS, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -56,11 +54,28 @@ def add_covariances(covariance_ptr, tables, chunks, part, SIZES, CELLS, BLOCKS):
         total = product(tl.trans(mean_values * weights[:, None]), keys, total)
 
     spread = tl.sum(spread, axis=0)
-    largest = tl.max(tl.abs(total), axis=1)
+    largest = tl.max(tl.max(tl.abs(total), axis=1), axis=0)
     # Without two keys in a leaf there is no term.
     is_some = tl.minimum(largest, spread) > LEAST
-    matrix = total * tl.where(is_some, 1.0 / largest, 0.0)[:, None]
-    dtype = tables.matrix.dtype.element_ty
-    tl.store(tables.matrix + numbers, matrix.to(dtype))
-    scale = tl.where(is_some, largest * (BLOCKS.SCALE / spread), 0.0)
-    tl.store(tables.matrix_scale + values, scale)
+    matrix = total * tl.where(is_some, 1.0 / largest, 0.0)
+    tl.store(tables.matrix + numbers, matrix.to(tables.matrix.dtype.element_ty))
+    tl.store(tables.matrix_scale + block, tl.where(is_some, largest * (SCALE / spread), 0.0))
+
+
+@triton.jit
+def matrix_size(tables, SIZES):
+    """Largest number of a head's matrix; something positive if all are 0."""
+    SIDE: tl.constexpr = SIZES.PADDED_DIM // BLOCK
+    scales = tl.load(tables.matrix_scale + tl.arange(0, SIDE * SIDE))
+    return tl.maximum(tl.max(scales, axis=0), LEAST)
+
+
+@triton.jit
+def matrix_block(tables, size, VALUE, VALUES, DIM, DIMS, SIZES):
+    """(DIMS, VALUES) Part of the matrix, transposed, relative to a size."""
+    SIDE: tl.constexpr = SIZES.PADDED_DIM // BLOCK
+    values = (VALUE + tl.arange(0, VALUES))[None, :]
+    dims = (DIM + tl.arange(0, DIMS))[:, None]
+    part = tl.load(tables.matrix + values * SIZES.PADDED_DIM + dims)
+    scale = tl.load(tables.matrix_scale + values // BLOCK * SIDE + dims // BLOCK)
+    return (part.to(tl.float32) * (scale / size)).to(part.dtype)

@@ -31,7 +31,7 @@ from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
 from avq_diffusers.attention.triton.problem import Given, Problem, alignment_of
 from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers, Tables
 from avq_diffusers.attention.triton.sort import SortBlocks, SortPointers, sort_kernel
-from avq_diffusers.attention.triton.tuning import PrecomputeTiling, precompute_tiling
+from avq_diffusers.attention.triton.tuning import MATRIX_BLOCK, PrecomputeTiling, precompute_tiling
 
 
 class Precompute(NamedTuple):
@@ -50,8 +50,9 @@ class Precompute(NamedTuple):
       units of the codes, if means represent them.
     - `inside`: (B, H, MP, 2) float32, mean spread of a parent's leaves, weighted by their keys, and
       how many leaves with keys it has beyond one.
-    - `matrix`: (B, H, DP, DP), dtype of `codes`, the first-order matrix, each row relative to its
-      largest number; `matrix_scale`: (B, H, DP) float32, these numbers.
+    - `matrix`: (B, H, DP, DP), dtype of `codes`, the first-order matrix, each block of 16 x 16
+      relative to its largest number; `matrix_scale`: (B, H, DP / 16, DP / 16) float32, these
+      numbers.
     """
 
     launches: list[Launch]
@@ -113,7 +114,7 @@ def precompute_launches(
         spread=part(cells.ROWS, dtype=float32, when=means),
         inside=part(parent_rows, 2, dtype=float32, when=means),
         matrix=part(dim, dim, dtype=dtype, when=follows),
-        matrix_scale=part(dim, dtype=float32, when=follows),
+        matrix_scale=part(dim // MATRIX_BLOCK, dim // MATRIX_BLOCK, dtype=float32, when=follows),
     )
     centre = given.centre or part(dim, dtype=float32)
     arguments = {

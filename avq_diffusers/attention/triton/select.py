@@ -69,7 +69,6 @@ class SelectBlocks(NamedTuple):
     """Compile-time blocks: parents, refined parents with their children, and sinks, per step.
 
     KEYS: keys that a program of the leaf order places at once.
-    VALUES, CHUNKS: rows of a first-order matrix per program, and chunks that it adds at once.
     SCALE: factor of that matrix.
     LEVELS: whether levels are stored.
     """
@@ -79,8 +78,6 @@ class SelectBlocks(NamedTuple):
     P: tl.constexpr
     K: tl.constexpr
     KEYS: tl.constexpr
-    VALUES: tl.constexpr
-    CHUNKS: tl.constexpr
     SCALE: tl.constexpr
     LEVELS: tl.constexpr
 
@@ -367,7 +364,7 @@ def select_kernel(
         SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
         covariance_ptr += batch_head * (CELLS.NUM_CHUNKS * SIZE)
         tables = head_of_tables(tables, batch_head, head, SIZES)
-        add_covariances(covariance_ptr, tables, chunks, index, SIZES, CELLS, BLOCKS)
+        add_covariances(covariance_ptr, tables, chunks.number, index, SIZES, BLOCKS.SCALE)
         return
     index -= programs.matrix
 

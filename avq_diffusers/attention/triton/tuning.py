@@ -19,6 +19,7 @@ class AttentionTiling:
     num_stages: int  # blocks of columns in flight; each takes shared memory
     codewords: int  # per block of the online softmax
     keys: int  # keys or sinks per block
+    columns: int = 256  # whose places are found at once
     leaves: int = 32  # leaves whose keys are found at once
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
     rest_dims: int = 0  # dims of a second block after 64; 0 keeps all dims in one block
@@ -68,11 +69,10 @@ class SelectTiling:
     parents: int  # parents, stays or children per matmul
     sinks: int  # per matmul
     keys: int = 64  # that a program of the leaf order places at once
-    matrix_rows: int = 16  # rows of the first-order matrix that one program adds up
 
 
-# Chunks whose part of a first-order matrix is added at once.
-MATRIX_CHUNKS = 2
+# Side of the blocks of a first-order matrix.
+MATRIX_BLOCK = 16
 
 
 def select_tiling(problem: Problem) -> SelectTiling:
