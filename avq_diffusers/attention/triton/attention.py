@@ -67,30 +67,24 @@ from avq_diffusers.attention.triton.tuning import (
 
 
 class AttendBlocks(NamedTuple):
-    """Compile-time blocks: queries, codewords, keys, leaves whose keys are found at once, and
-    columns whose places are."""
+    """Compile-time blocks: queries, codewords, keys, and leaves whose keys are found at once."""
 
     N: tl.constexpr
     C: tl.constexpr
     K: tl.constexpr
     LEAVES: tl.constexpr
-    LIST: tl.constexpr
 
 
 @triton.jit
 def _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS):
     """Add the codewords of a tile to a softmax."""
     num_codewords = tl.load(columns.shown)
-    for first in tl.range(0, num_codewords, BLOCKS.LIST):
-        place = first + tl.arange(0, BLOCKS.LIST)
-        every_row = tl.load(columns.row + place, mask=place < num_codewords, other=0)
-        number = tl.minimum(num_codewords - first, BLOCKS.LIST)
-        for start in tl.range(0, number, BLOCKS.C):
-            column = start + tl.arange(0, BLOCKS.C)
-            valid = column < number
-            rows = tl.gather(every_row, column, axis=0)
-            bias = tl.load(columns.bias + first + column, mask=valid, other=float("-inf"))
-            softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
+    for first in tl.range(0, num_codewords, BLOCKS.C):
+        column = first + tl.arange(0, BLOCKS.C)
+        valid = column < num_codewords
+        rows = tl.load(columns.row + column, mask=valid, other=0)
+        bias = tl.load(columns.bias + column, mask=valid, other=float("-inf"))
+        softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
     return softmax
 
 
@@ -131,16 +125,12 @@ def _add_keys(query, of_centre, tables, keys, leaves, columns, softmax, SIZES, B
         start, num_keys, stops, gaps = leaves_at(
             columns.row, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
         )
-        for first_rank in tl.range(0, num_keys, BLOCKS.LIST):
-            rank = first_rank + tl.arange(0, BLOCKS.LIST)
+        for first_rank in tl.range(0, num_keys, BLOCKS.K):
+            rank = first_rank + tl.arange(0, BLOCKS.K)
+            valid = rank < num_keys
             place = place_after_gaps(rank, start, stops, gaps)
-            every_token = tl.load(leaves.leaf_order + place, mask=rank < num_keys, other=0)
-            number = tl.minimum(num_keys - first_rank, BLOCKS.LIST)
-            for first_key in tl.range(0, number, BLOCKS.K):
-                column = first_key + tl.arange(0, BLOCKS.K)
-                valid = column < number
-                token = tl.gather(every_token, column, axis=0)
-                softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
+            token = tl.load(leaves.leaf_order + place, mask=valid, other=0)
+            softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
     return softmax
 
 
@@ -333,7 +323,6 @@ def query_tiles(
         tiling.codewords,
         tiling.keys,
         tiling.leaves,
-        tiling.columns,
     )
     select = _select_launch(problem, precompute, arguments, levels=levels)
     grid = heads * problem.num_tiles, batch, 1

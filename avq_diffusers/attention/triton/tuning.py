@@ -19,7 +19,6 @@ class AttentionTiling:
     num_stages: int  # blocks of columns in flight; each takes shared memory
     codewords: int  # per block of the online softmax
     keys: int  # keys or sinks per block
-    columns: int = 256  # whose places are found at once
     leaves: int = 32  # leaves whose keys are found at once
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
     rest_dims: int = 0  # dims of a second block after 64; 0 keeps all dims in one block
