@@ -358,6 +358,7 @@ def _select_launch(
         arguments | chosen,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
     )
 
 

@@ -65,6 +65,7 @@ class SelectTiling:
 
     num_warps: int
     num_stages: int
+    max_registers: int | None
     parents: int  # parents, stays or children per matmul
     sinks: int  # per matmul
     keys: int = 64  # that a program of the leaf order places at once
@@ -78,7 +79,9 @@ def select_tiling(problem: Problem) -> SelectTiling:
     """The tiling of the select kernel."""
     rows = padded(problem.num_samples, 16)
     columns = min(BLOCK_SIZES[problem.reduction], 32 if problem.dtype == torch.float32 else 64)
-    return SelectTiling(max(1, rows // 32), num_stages=1, parents=columns, sinks=columns)
+    return SelectTiling(
+        max(1, rows // 32), num_stages=1, max_registers=None, parents=columns, sinks=columns
+    )
 
 
 @dataclass(frozen=True)
