@@ -22,7 +22,11 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.codewords import padded, value_width
-from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
+from avq_diffusers.attention.triton.first_order import (
+    blocks_per_side,
+    matrix_block,
+    matrix_size,
+)
 from avq_diffusers.attention.triton.launch import Launch, Memory
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
@@ -59,7 +63,6 @@ from avq_diffusers.attention.triton.tokens import (
     tokens_of_head,
 )
 from avq_diffusers.attention.triton.tuning import (
-    MATRIX_BLOCK,
     AttentionTiling,
     attention_tiling,
     select_tiling,
@@ -340,7 +343,7 @@ def _select_launch(
     sizes = arguments["SIZES"]
     batch, heads, _, _ = problem.query.shape
     num_pieces = precompute.arguments["num_pieces"] if problem.shows_keys else 0
-    num_matrix = (sizes.PADDED_DIM // MATRIX_BLOCK) ** 2 if problem.has_first_order else 0
+    num_matrix = sizes.MATRIX_SIDE**2 if problem.has_first_order else 0
     blocks = SelectBlocks(
         SAMPLES=padded(problem.num_samples, 16),
         M=min(tiling.parents, sizes.PARENT_ROWS),
@@ -393,6 +396,7 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         REST_D=tiling.rest_dims,
         PADDED_DIM=padded_dim,
         VALUE_WIDTH=value_width(head_dim),
+        MATRIX_SIDE=blocks_per_side(padded_dim),
         REFINES=refines.get(spec.num_refined, "some"),
         MEANS=spec.means,
         FIRST_ORDER=problem.has_first_order,

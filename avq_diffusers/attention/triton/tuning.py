@@ -54,8 +54,7 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
         return tiling
     # Measured on an H200: fewer instructions and more programs beat more warps.
     columns = 64 if head_dim <= 64 else 32
-    warps = -(-tile_rows // (32 if head_dim <= 64 else 16))
-    tiling = replace(tiling, num_warps=warps, num_stages=2, codewords=columns, keys=columns)
+    tiling = replace(tiling, num_stages=2, codewords=columns, keys=columns, max_registers=128)
     return replace(tiling, rest_dims=32) if 64 < head_dim < 96 else tiling
 
 
@@ -69,10 +68,6 @@ class SelectTiling:
     parents: int  # parents, stays or children per matmul
     sinks: int  # per matmul
     keys: int = 64  # that a program of the leaf order places at once
-
-
-# Side of the blocks of a first-order matrix.
-MATRIX_BLOCK = 16
 
 
 def select_tiling(problem: Problem) -> SelectTiling:
@@ -161,12 +156,10 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
         # Sums of keys and values in one warp spill.
         tiling = replace(
             tiling,
-            leaf_keys=32 if problem.capability in FEW_LEAF_KEYS else 64,
-            leaf_warps=4,
+            leaf_keys=32,
+            leaf_warps=1,
             piece_keys=min(tiling.piece_keys, 1024),
         )
-    if padded_dim > 64 and problem.has_first_order:
-        tiling = replace(tiling, sort_warps=8)
     if problem.dtype == torch.float32:
         return replace(
             tiling,
