@@ -4,8 +4,7 @@
 
 with the spreads s in units of the codes. A query that sees the spread r gains r / (1 + r size) M q.
 The sum over keys is that around the centre, which the sort adds up chunk by chunk, without the same
-for the means of leaves. The matrix is stored in at most 4 x 4 blocks, each relative to its largest
-number.
+for the means of leaves. The matrix is computed in at most 4 x 4 blocks.
 
 Shapes: as in `precompute`.
 """
@@ -64,26 +63,23 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
     largest = tl.max(tl.max(tl.abs(total), axis=1), axis=0)
     # Without two keys in a leaf there is no term.
     is_some = tl.minimum(largest, spread) > LEAST
-    matrix = total * tl.where(is_some, 1.0 / largest, 0.0)
-    tl.store(tables.matrix + numbers, matrix.to(tables.matrix.dtype.element_ty))
-    tl.store(tables.matrix_scale + block, tl.where(is_some, largest * (SCALE / spread), 0.0))
+    factor = tl.where(is_some, SCALE / spread, 0.0)
+    tl.store(tables.matrix + numbers, total * factor)
+    tl.store(tables.largest + block, largest * factor)
 
 
 @triton.jit
 def matrix_size(tables, SIZES):
     """Largest number of a head's matrix; something positive if all are 0."""
     SIDE: tl.constexpr = SIZES.MATRIX_SIDE
-    scales = tl.load(tables.matrix_scale + tl.arange(0, SIDE * SIDE))
-    return tl.maximum(tl.max(scales, axis=0), LEAST)
+    largest = tl.load(tables.largest + tl.arange(0, SIDE * SIDE))
+    return tl.maximum(tl.max(largest, axis=0), LEAST)
 
 
 @triton.jit
 def matrix_block(tables, size, VALUE, VALUES, DIM, DIMS, SIZES):
     """(DIMS, VALUES) Part of the matrix, transposed, relative to a size."""
-    SIDE: tl.constexpr = SIZES.MATRIX_SIDE
-    BLOCK: tl.constexpr = SIZES.PADDED_DIM // SIDE
     values = (VALUE + tl.arange(0, VALUES))[None, :]
     dims = (DIM + tl.arange(0, DIMS))[:, None]
     part = tl.load(tables.matrix + values * SIZES.PADDED_DIM + dims)
-    scale = tl.load(tables.matrix_scale + values // BLOCK * SIDE + dims // BLOCK)
-    return (part.to(tl.float32) * (scale / size)).to(part.dtype)
+    return (part * (1.0 / size)).to(tables.codes.dtype.element_ty)

@@ -51,8 +51,8 @@ class Precompute(NamedTuple):
       units of the codes, if means represent them.
     - `inside`: (B, H, MP, 2) float32, mean spread of a parent's leaves, weighted by their keys, and
       how many leaves with keys it has beyond one.
-    - `matrix`: (B, H, DP, DP), dtype of `codes`, the first-order matrix, each of its blocks
-      relative to its largest number; `matrix_scale`: (B, H, blocks, blocks) float32, these numbers.
+    - `matrix`: (B, H, DP, DP) float32, the first-order matrix; `largest`: (B, H, blocks, blocks)
+      float32, the largest number of each block.
     """
 
     launches: list[Launch]
@@ -114,8 +114,8 @@ def precompute_launches(
         log_counts=part(cells.ROWS, dtype=float32),
         spread=part(cells.ROWS, dtype=float32, when=means),
         inside=part(parent_rows, 2, dtype=float32, when=means),
-        matrix=part(dim, dim, dtype=dtype, when=follows),
-        matrix_scale=part(side, side, dtype=float32, when=follows),
+        matrix=part(dim, dim, dtype=float32, when=follows),
+        largest=part(side, side, dtype=float32, when=follows),
     )
     centre = given.centre or part(dim, dtype=float32)
     arguments = {
