@@ -54,6 +54,7 @@ from avq_diffusers.attention.torch_forward import (
     summarize,
     take,
     tile_queries,
+    variance_of,
     width,
 )
 from avq_diffusers.codebook.assignment import (
@@ -289,8 +290,7 @@ def _through_means(
     codewords = summary.codewords
     heads, head_dim = len(term.matrix), term.matrix.shape[1]
     value_offsets, key_offsets = summary.offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
-    variance = key_offsets.square().sum(dim=(1, 2))[:, None, None]
-    grad_matrix = term.grad_matrix() / variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    grad_matrix = term.grad_matrix() / variance_of(key_offsets)
     if grad_values is not None:
         grad_values += (key_offsets @ grad_matrix.mT).flatten(0, 1)
     if grad_keys is not None:

@@ -275,8 +275,13 @@ def _averages(by_leaf: Tensor, leaves: Leaves) -> tuple[Tensor, Tensor]:
 def _first_order(offsets: Tensor, heads: int) -> Tensor:
     """How values follow keys inside leaves, C (H, D, D), of their offsets (H S, 2 D)."""
     values, keys = offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
-    variance = keys.square().sum(dim=(1, 2))[:, None, None]
-    return values.mT @ keys / variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    return values.mT @ keys / variance_of(keys)
+
+
+def variance_of(offsets: Tensor) -> Tensor:
+    """What C is divided by, (H, 1, 1), of the keys' offsets (H, S, D); 1 if they are 0."""
+    variance = offsets.square().sum(dim=(1, 2))[:, None, None]
+    return variance.where(variance > 0, 1)
 
 
 def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> Leaves:
