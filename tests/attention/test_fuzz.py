@@ -180,9 +180,9 @@ def without_first_order(tokens: dict) -> dict:
     return {"codebook": Codebook(parents, children)}
 
 
-def two_percent_off(tokens: dict, name: str) -> dict:
-    """The same tokens, of which one has a wrong gradient."""
-    return {name: tokens[name] + 0.02 * (tokens[name] - tokens[name].detach())}
+def off(tokens: dict, name: str, share: float = 0.02) -> dict:
+    """The same tokens, of which one has a gradient that is off by a share."""
+    return {name: tokens[name] + share * (tokens[name] - tokens[name].detach())}
 
 
 SPOILED = {
@@ -198,9 +198,9 @@ SPOILED = {
     "no exact keys": lambda x: {"threshold": 0.03},
     "every key exact": lambda x: {"threshold": 0.0},
     "sinks with values of others": lambda x: {"sink_value": x["sink_value"].flip(2)},
-    "gradient of queries": lambda x: two_percent_off(x, "query"),
-    "gradient of keys": lambda x: two_percent_off(x, "key"),
-    "gradient of values": lambda x: two_percent_off(x, "value"),
+    "gradient of queries": lambda x: off(x, "query", 0.05),
+    "gradient of keys": lambda x: off(x, "key"),
+    "gradient of values": lambda x: off(x, "value"),
 }
 
 
@@ -209,7 +209,7 @@ def test_wrong_results_are_beyond_the_budget(name):
     """The control of the tests above, where the budget is largest."""
     order = torch.int64 if name == "last key lost" else None  # of keys and queries together
     shape = {"queries": 60, "keys": 61 if order else 60, "num_sinks": 5}
-    shape |= {"threshold": 0.01, "scale": 0.1}  # which shows cells, leaves and keys
+    shape |= {"threshold": 0.02, "scale": 0.15}  # which shows cells, leaves and keys
     wrong = 0
     for seed in range(3):
         problem = draw_problem(Random(seed), **USUAL | shape, dtype=FP16)
