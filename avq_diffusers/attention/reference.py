@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.exact import keys_and_values
-from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import SAMPLE, SAMPLED_FROM, Spec
+from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, TANGENT_FROM, Tensors
+from avq_diffusers.config import Spec
 
 
 class Quantized(NamedTuple):
@@ -79,7 +79,7 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     representatives = torch.cat([found.parents, found.leaves], dim=2)
     # Differentiable: queries see less of a leaf whose keys come closer.
     spreads = spread(key, cell, found.parents), spread(key, leaf, found.leaves)
-    has_term = spec.means and tensors.parents is None
+    has_term = spec.means and tensors.children is None
     matrix = first_order(key, value, leaf, found.leaves) if has_term else None
 
     output = torch.empty_like(query)
@@ -179,13 +179,14 @@ def resolution(
 
 
 def growth(x: Tensor) -> Tensor:
-    """exp(x) - 1, continued by its tangent from 20 on.
+    """exp(x) - 1, continued by its tangent from `TANGENT_FROM` on.
 
     Args:
         x: variances of logits, of any shape. Logits that vary a lot inside a leaf hide
             exponentially more attention than its mean shows.
     """
-    return torch.expm1(x.clamp(max=20)) + math.exp(20) * (x - 20).clamp(min=0)
+    slope = math.exp(TANGENT_FROM)
+    return torch.expm1(x.clamp(max=TANGENT_FROM)) + slope * (x - TANGENT_FROM).clamp(min=0)
 
 
 def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Tensor:
@@ -203,8 +204,8 @@ def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Ten
     key_offsets = key - _take(leaves, leaf)
     value_offsets = value - _take(_means(value, leaf, leaves), leaf)
     variance = key_offsets.square().sum(dim=(2, 3))[..., None, None]
-    tiny = torch.finfo(variance.dtype).tiny
-    return value_offsets.mT @ key_offsets / variance.clamp(min=tiny)
+    # Not a clamp, through whose tiny number gradients would overflow.
+    return value_offsets.mT @ key_offsets / variance.where(variance > 0, 1)
 
 
 @torch.no_grad()
