@@ -284,11 +284,11 @@ class AVQConfig(Spec):
 
     def for_layer(self, name: str, level: int) -> "AVQConfig":
         """The configuration of one layer, with its overrides applied."""
-        values = dict(self.overrides.get(str(level), {}))
+        config = self._with(self.overrides.get(str(level), {}))
         prefixes = [key for key in self.overrides if is_within(name, key)]
         for prefix in sorted(prefixes, key=len):
-            values.update(self.overrides[prefix])
-        return self._with(values)
+            config = config._with(self.overrides[prefix])
+        return config
 
     def _with(self, values: Mapping[str, Any]) -> "AVQConfig":
         return self.changed(overrides={}, **values)
