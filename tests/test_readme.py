@@ -20,7 +20,6 @@ TINY = {
     "torch.float16": "torch.float32",
     '.to("cuda")': "",
     "height=1024, width=1024": "height=256, width=256, num_inference_steps=2",
-    "set_num_refined(pipe, 8)": "set_num_refined(pipe, 1)",
 }
 
 
