@@ -260,7 +260,7 @@ class AVQConfig(Spec):
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
+        """Parse `"M64C8T1e-4"` (threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
 
         Args:
             text: the configuration string.
