@@ -1,6 +1,5 @@
 """mini-sd and mini-sd3 as shipped: small, stock pipelines, trained, and close with codebooks."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -170,7 +169,7 @@ def test_every_word_of_a_caption_is_one_token(folder):
 
 def test_the_codebooks_keep_the_constraint(shipped, recwarn):
     """Fails for codebooks of another run, or that training left with dead children."""
-    assert shipped.avq_config == AVQConfig(codewords="stored")
+    assert shipped.avq_config == AVQConfig.parse("M64P16C8", codewords="stored", levels=(0,))
     assert (shipped.config["base_model"], shipped.config["tuned"]) == ("mini-sd", True)
     training = shipped.config["training"]
     assert training["config"] == "mini_m64p16c8"
