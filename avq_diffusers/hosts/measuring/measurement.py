@@ -280,9 +280,7 @@ def _single_layers(measurement: Measurement, progress: Progress) -> ErrorProfile
     starts: Counter[int] = Counter()
     models: Counter[Hosted] = Counter()
 
-    def visit(
-        hosted: Hosted, layers: list[MeasuredLayer], run: ExactRun, repeat: Repeat
-    ) -> None:
+    def visit(hosted: Hosted, layers: list[MeasuredLayer], run: ExactRun, repeat: Repeat) -> None:
         starts[run.start] += 1
         models[hosted] += 1
         for layer in layers:
@@ -297,7 +295,9 @@ def _single_layers(measurement: Measurement, progress: Progress) -> ErrorProfile
         for layer in of_model
     )
     reasons = [
-        str(layer.state.last_call) for layer, one in zip(layers, found, strict=True) if not one.parts
+        str(layer.state.last_call)
+        for layer, one in zip(layers, found, strict=True)
+        if not one.parts
     ]
     if reasons:
         warnings.warn(
@@ -316,9 +316,7 @@ def _errors_of(
     """The output error per plan, example and part."""
     squared: dict[tuple[int, int, int], list[float]] = defaultdict(list)
 
-    def visit(
-        hosted: Hosted, layers: list[MeasuredLayer], run: ExactRun, repeat: Repeat
-    ) -> None:
+    def visit(hosted: Hosted, layers: list[MeasuredLayer], run: ExactRun, repeat: Repeat) -> None:
         for number, plan in enumerate(plans):
             trial = {x: at_timestep(parts, run.start).spec for x, parts in plan.items()}
             squared[number, run.example, run.start].append(repeat(trial))

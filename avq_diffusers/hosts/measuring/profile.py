@@ -401,9 +401,7 @@ def chosen_specs(
 ) -> dict[LayerState, SpecSchedule]:
     """Each layer's options by timestep; raises what `apply_avq` raises."""
     profile.check_layers([*states])
-    return {
-        state: _schedule(allocation.choices[layer.name]) for layer, state in states.items()
-    }
+    return {state: _schedule(allocation.choices[layer.name]) for layer, state in states.items()}
 
 
 def note_allocation(
