@@ -5,6 +5,7 @@ power laws. Squared effects of single layers add up. So for one multiplier, each
 threshold with the least time + multiplier x squared effect, and the multiplier decides all.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -18,8 +19,6 @@ from avq_diffusers.hosts.core import EXACT
 Floats: TypeAlias = NDArray[np.float64]
 # The measured thresholds, ascending.
 THRESHOLDS = (2.5e-5, 2e-4, 1.6e-3)
-# What layers may get besides exact attention: down to a quarter of the finest measured threshold.
-CHOICES = tuple(float(f"{10 ** (step / 20):.2g}") for step in range(-104, -55))
 # Units of times; operations say little about time on a CPU, so no text speaks of a gain in them.
 MILLISECONDS, OPERATIONS = UNITS = "ms", "GFLOP"
 FASTER = "times as fast"
@@ -84,6 +83,14 @@ class Allocation:
         if self.unit == OPERATIONS:
             return output
         return f"{output}, attention {self.speedup:.2g} {FASTER}"
+
+
+def choices_of(thresholds: Sequence[float]) -> list[float]:
+    """What layers may get besides exact attention: 20 thresholds per decade, down to a quarter of
+    the finest measured one."""
+    first = math.ceil(20 * math.log10(thresholds[0] / 4))
+    last = math.floor(20 * math.log10(thresholds[-1]))
+    return [float(f"{10 ** (step / 20):.2g}") for step in range(first, last + 1)]
 
 
 def power_law(

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core import Hosted, at_timestep
-from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, THRESHOLDS, Choice
+from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, Choice
 from avq_diffusers.hosts.measuring.exact_runs import ExactRuns
 from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Repeat
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, Part
 from avq_diffusers.hosts.measuring.progress import Shown
 
 # The tolerance whose allocation is measured to correct predicted errors.
-CHECKED = 0.02
+CHECKED = 0.01
 
 # Thresholds, or exact attention, by layer name and by the timestep from which they hold.
 Plan: TypeAlias = Mapping[str, Mapping[int, Choice]]
@@ -151,13 +151,13 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
     reasons = [str(layer.state.last_call) for layer, one in found.items() if not one.parts]
     if reasons:
         warnings.warn(
-            f"AVQ serves no call of {len(reasons)} of {len(found)} layers, which stay exact: "
-            f"{', '.join(sorted({*reasons}))}.",
+            f"AVQ serves no measured call of {len(reasons)} of {len(found)} layers, which stay "
+            f"exact: {', '.join(sorted({*reasons}))}.",
             stacklevel=4,
         )
     parts = {start: Part(number / total) for start, number in starts.items()}
     unit = MILLISECONDS if any(layer.is_timed for layer in found) else OPERATIONS
-    return ErrorProfile(runs.config, tuple(found.values()), parts, THRESHOLDS, unit)
+    return ErrorProfile(runs.config, tuple(found.values()), parts, runs.thresholds, unit)
 
 
 def _errors_of(

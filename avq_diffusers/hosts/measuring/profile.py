@@ -27,15 +27,14 @@ from avq_diffusers.hosts.core import (
     check_specs,
 )
 from avq_diffusers.hosts.measuring.allocation import (
-    CHOICES,
     FASTER,
     MILLISECONDS,
-    THRESHOLDS,
     UNITS,
     Allocation,
     Choice,
     Floats,
     allocate,
+    choices_of,
     power_law,
 )
 
@@ -125,7 +124,7 @@ class ErrorProfile:
     config: AVQConfig = field(repr=False)
     layers: tuple[LayerEffects, ...] = field(repr=False)
     parts: Mapping[int, Part] = field(repr=False)
-    thresholds: tuple[float, ...] = THRESHOLDS
+    thresholds: tuple[float, ...]
     unit: str = MILLISECONDS
 
     def __post_init__(self) -> None:
@@ -168,7 +167,7 @@ class ErrorProfile:
         return self._within(checked_tolerance(tolerance))
 
     def config_within(self, tolerance: float) -> AVQConfig:
-        """`within` with the same thresholds over the whole denoising, as a configuration.
+        """`within` with each layer's finest threshold over the denoising, as a configuration.
 
         For distillation, where a batch mixes timesteps from all parts of the denoising.
 
@@ -176,14 +175,14 @@ class ErrorProfile:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5, or all layers need exact attention.
         """
-        found = self._in_one_part().within(tolerance).choices
-        chosen = {name: choices[NUM_TRAIN_TIMESTEPS].spec for name, choices in found.items()}
-        exact = tuple(name for name, spec in chosen.items() if spec is None)
-        if len(exact) == len(chosen):
-            raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
-        overrides = {
-            name: {"threshold": spec.threshold} for name, spec in chosen.items() if spec is not None
+        finest = {
+            name: min(0.0 if x.spec is None else x.spec.threshold or 0.0 for x in parts.values())
+            for name, parts in self.within(tolerance).choices.items()
         }
+        exact = tuple(name for name, threshold in finest.items() if not threshold)
+        if len(exact) == len(finest):
+            raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
+        overrides = {name: {"threshold": x} for name, x in finest.items() if x}
         return replace(self.config, exact=(*self.config.exact, *exact), overrides=overrides)
 
     def taking(self, time: float) -> Allocation:
@@ -203,27 +202,12 @@ class ErrorProfile:
         return self._allocation((threshold,), dict.fromkeys(self.parts, is_served))
 
     def _within(self, tolerance: float) -> Allocation:
-        chosen = {}
+        chosen, choices = {}, choices_of(self.thresholds)
         for start, part in self.parts.items():
-            table = self._table(start, CHOICES)
+            table = self._table(start, choices)
             limit = (tolerance / part.correction) ** 2
             chosen[start] = allocate(table.times, table.effects**2, limit)
-        return self._allocation(CHOICES, chosen, tolerance)
-
-    def _in_one_part(self) -> "ErrorProfile":
-        """With the largest effects over the denoising, and mean times."""
-        shares = [part.share for part in self.parts.values()]
-        layers = []
-        for one in self.layers:
-            rows = np.array([one.parts[start].rows for start in self.parts if one.parts])
-            whole = {}
-            if len(rows):
-                means = np.average(rows, axis=0, weights=shares)
-                means[0] = rows[:, 0].max(axis=0)
-                whole[NUM_TRAIN_TIMESTEPS] = Measured(*means.tolist())
-            layers.append(replace(one, parts=whole))
-        part = Part(1.0, max(part.correction for part in self.parts.values()))
-        return replace(self, layers=tuple(layers), parts={NUM_TRAIN_TIMESTEPS: part})
+        return self._allocation(choices, chosen, tolerance)
 
     def _table(self, start: int, thresholds: Sequence[float]) -> _Table:
         """Exact attention, then these thresholds, in a part; AVQ takes forever where it cannot."""
