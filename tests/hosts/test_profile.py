@@ -30,14 +30,14 @@ from avq_diffusers import (
 from avq_diffusers.hosts import verbs
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.measuring import exact_runs, kept_profiles, profile
-from avq_diffusers.hosts.measuring.allocation import OPERATIONS, allocate, power_law
+from avq_diffusers.hosts.measuring.allocation import OPERATIONS, allocate, power_laws
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, LayerEffects, Measured, Part
 from avq_diffusers.hosts.models.registry import models_of
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8C2T1e-4", query_tile=16, levels=(0, 1))
-THRESHOLDS = (1e-2, 1.0, 100.0)
-AVQ = "M8C2T100"
+THRESHOLDS = (1e-2, 1.0, 1e12)
+AVQ = "M8C2T1000000000000"
 SPEC = LayerSpec("a", 0, 2, 8)
 NUMBERS = {"effects": [0.1, 0.2], "columns": [20.0, 10.0], "times": [0.5, 0.25]}
 STORED = {
@@ -171,15 +171,17 @@ class TestAllocate:
 
     def test_power_laws(self):
         """Catches straight lines between values, ends that stay level, and effects that fall."""
-        wanted = np.array([1e-3, 1e-2, 0.1, 1, 10, 100])
-        for power, rises in ((0.7, True), (-0.4, False)):
-            found = power_law(THRESHOLDS, 5 * np.array(THRESHOLDS) ** power, wanted, rises=rises)
-            assert found == pytest.approx(5 * wanted**power)
-        found = power_law(THRESHOLDS, np.array([[0.2, 0.1, 0.4], [0, 0, 1]]), wanted, rises=True)
-        assert found.shape == (2, 6)
-        assert (np.diff(found) >= 0).all()
+        wanted = np.array([1e-3, 1e-2, 0.1, 1, 10, 1e12])
+        powers = np.array([0.7, -0.4, -0.2])[:, None]
+        found = power_laws(THRESHOLDS, 5 * np.array(THRESHOLDS) ** powers, wanted)
+        assert found == pytest.approx(5 * wanted**powers)
+        measured = np.array([[0.2, 0.1, 0.4], [64, 64, 8], [0.5, 0.6, 0.5]])
+        found = power_laws(THRESHOLDS, measured, wanted)
+        assert (np.diff(found[0]) >= 0).all()
+        assert (np.diff(found[1:]) <= 0).all()
         assert found[0, :4] == pytest.approx(0.2)
-        assert found[:, -1] == pytest.approx([0.4, 1])
+        assert found[:, -1] == pytest.approx([0.4, 8, 0.5])
+        assert (power_laws(THRESHOLDS, np.zeros((3, 3)), wanted) < 1e-9).all()
 
 
 class TestWithin:
@@ -202,7 +204,7 @@ class TestWithin:
         assert thresholds_in(profile.within(1e-4)) == {"a": 0, "b": 0}
         assert profile.within(1e-4).time == 2
         assert profile.taking(profile.within(0.02).time).error == pytest.approx(0.02, rel=0.1)
-        assert thresholds_in(profile.taking(0)) == {"a": 100, "b": 100}
+        assert thresholds_in(profile.taking(0)) == {"a": 1e12, "b": 1e12}
         uniform = profile.uniform(1.0)
         assert thresholds_in(uniform) == {"a": 1, "b": 1}
         assert uniform.error == pytest.approx((0.01**2 + 0.04**2) ** 0.5)
@@ -213,9 +215,9 @@ class TestWithin:
 
     def test_layers_that_avq_does_not_serve(self):
         profile = profile_with({}, law(0.001))
-        for found in (profile.within(0.5), profile.uniform(100.0)):
-            assert thresholds_in(found) == {"a": 0, "b": 100}
-            assert found.time == pytest.approx(1 + 0.2 * 100**-0.3)
+        for found in (profile.within(0.5), profile.uniform(1e12)):
+            assert thresholds_in(found) == {"a": 0, "b": 1e12}
+            assert found.time == pytest.approx(1 + 0.2 * 1e12**-0.3)
         assert profile.config_within(0.5).exact == ("a",)
 
     def test_parts(self):
@@ -375,7 +377,7 @@ class TestApply:
         assert {row.runs for row in summary(pipe).rows if row.config} == {"exact: few tokens"}
         assert torch.equal(draw(apply_avq(pipe, found, tolerance=0.1, route="always")), avq)
         apply_avq(pipe, found, tolerance=0.1)
-        assert not torch.equal(draw(set_threshold(pipe, 100)), exact)
+        assert not torch.equal(draw(set_threshold(pipe, 1e12)), exact)
 
     @pytest.mark.parametrize(
         ("make", "arguments", "error", "message"),

@@ -93,42 +93,36 @@ def choices_of(thresholds: Sequence[float]) -> list[float]:
     return [float(f"{10 ** (step / 20):.2g}") for step in range(first, last + 1)]
 
 
-def power_law(
-    thresholds: Sequence[float], measured: Floats, wanted: Sequence[float], *, rises: bool
-) -> Floats:
+def power_laws(thresholds: Sequence[float], measured: Floats, wanted: Sequence[float]) -> Floats:
     """Values at other thresholds: straight lines between logarithms, and beyond the outer ones.
 
     Args:
         thresholds: at least two, ascending.
-        measured: (..., T), a value for each. Those that break the order take their finer
-            neighbour's.
+        measured: (3, T) effects, which rise with the threshold, and columns and times, which fall;
+            one that does not takes its finer neighbour's.
         wanted: G thresholds.
-        rises: whether values rise with the threshold, as effects do, or fall, as times do.
 
     Returns:
-        (..., G).
+        (3, G).
     """
-    accumulate = np.maximum.accumulate if rises else np.minimum.accumulate
-    known, sought = np.log(thresholds), np.log(wanted)
-    values = np.log(accumulate(np.maximum(measured, _TINY), axis=-1))
-    slopes = np.diff(values) / np.diff(known)
+    effects, *costs = np.maximum(measured, _TINY)
+    values = [np.maximum.accumulate(effects), *map(np.minimum.accumulate, costs)]
+    known, sought, logs = np.log(thresholds), np.log(wanted), np.log(values)
+    slopes = np.diff(logs) / np.diff(known)
     piece = (np.searchsorted(known, sought) - 1).clip(0, len(known) - 2)
-    result: Floats = np.exp(values[..., piece] + slopes[..., piece] * (sought - known[piece]))
+    result: Floats = np.exp(logs[:, piece] + slopes[:, piece] * (sought - known[piece]))
     return result
 
 
 def allocate(times: Floats, squared: Floats, limit: float) -> NDArray[np.intp]:
-    """The fastest choices whose squared effects sum to at most `limit`.
+    """The fastest choices whose squared effects sum to at most `limit`, as indices (L,).
 
-    No other choices with as small a sum are faster than these. Where a layer's next choice is far
-    better, as exact attention can be, the sum may stay below the limit.
+    No choices with as small a sum are faster. Where a layer's next choice is far better, as exact
+    attention can be, the sum may stay below the limit.
 
     Args:
         times, squared: (L, G), time and squared effect of each layer's choices; one has no effect.
         limit: at least 0.
-
-    Returns:
-        (L,) indices of the choices.
     """
     low, high = -100.0, 100.0  # logarithms of the multiplier
 
