@@ -36,8 +36,8 @@ from avq_diffusers.hosts.models.registry import models_of
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8C2T1e-4", query_tile=16, levels=(0, 1))
-THRESHOLDS = (1e-2, 1.0, 1e12)
-AVQ = "M8C2T1000000000000"
+THRESHOLDS = (1e-2, 1.0, 100.0)
+AVQ = "M8C2T100"
 SPEC = LayerSpec("a", 0, 2, 8)
 NUMBERS = {"effects": [0.1, 0.2], "columns": [20.0, 10.0], "times": [0.5, 0.25]}
 STORED = {
@@ -171,7 +171,7 @@ class TestAllocate:
 
     def test_power_laws(self):
         """Catches straight lines between values, ends that stay level, and effects that fall."""
-        wanted = np.array([1e-3, 1e-2, 0.1, 1, 10, 1e12])
+        wanted = np.array([1e-3, 1e-2, 0.1, 1, 10, 100.0])
         powers = np.array([0.7, -0.4, -0.2])[:, None]
         found = power_laws(THRESHOLDS, 5 * np.array(THRESHOLDS) ** powers, wanted)
         assert found == pytest.approx(5 * wanted**powers)
@@ -204,7 +204,7 @@ class TestWithin:
         assert thresholds_in(profile.within(1e-4)) == {"a": 0, "b": 0}
         assert profile.within(1e-4).time == 2
         assert profile.taking(profile.within(0.02).time).error == pytest.approx(0.02, rel=0.1)
-        assert thresholds_in(profile.taking(0)) == {"a": 1e12, "b": 1e12}
+        assert thresholds_in(profile.taking(0)) == {"a": 100.0, "b": 100.0}
         uniform = profile.uniform(1.0)
         assert thresholds_in(uniform) == {"a": 1, "b": 1}
         assert uniform.error == pytest.approx((0.01**2 + 0.04**2) ** 0.5)
@@ -215,9 +215,9 @@ class TestWithin:
 
     def test_layers_that_avq_does_not_serve(self):
         profile = profile_with({}, law(0.001))
-        for found in (profile.within(0.5), profile.uniform(1e12)):
-            assert thresholds_in(found) == {"a": 0, "b": 1e12}
-            assert found.time == pytest.approx(1 + 0.2 * 1e12**-0.3)
+        for found in (profile.within(0.5), profile.uniform(100.0)):
+            assert thresholds_in(found) == {"a": 0, "b": 100.0}
+            assert found.time == pytest.approx(1 + 0.2 * 100.0**-0.3)
         assert profile.config_within(0.5).exact == ("a",)
 
     def test_parts(self):
@@ -316,12 +316,11 @@ class TestApply:
         assert loaded == found
         names = [one.layer.name for one in found.layers]
         assert names == [row.name for row in summary(pipe).rows if row.level in kind.config.levels]
-        ends = found.uniform(THRESHOLDS[0]), found.uniform(THRESHOLDS[-1])
-        tolerance = (ends[0].error * ends[1].error) ** 0.5
+        tolerance = max(found.uniform(THRESHOLDS[-1]).error, 1e-3) / 3
         chosen = found.within(tolerance)
         assert apply_avq(pipe, loaded, tolerance=tolerance) is pipe
         rows = [row for row in summary(pipe).rows if row.config]
-        assert len({row.config for row in rows}) > 1
+        assert kind is VISION or len({row.config for row in rows}) > 1
         for row in rows:
             choices = chosen.choices[row.name].values()
             assert row.config == ", ".join(dict.fromkeys(map(str, choices)))
@@ -377,7 +376,7 @@ class TestApply:
         assert {row.runs for row in summary(pipe).rows if row.config} == {"exact: few tokens"}
         assert torch.equal(draw(apply_avq(pipe, found, tolerance=0.1, route="always")), avq)
         apply_avq(pipe, found, tolerance=0.1)
-        assert not torch.equal(draw(set_threshold(pipe, 1e12)), exact)
+        assert not torch.equal(draw(set_threshold(pipe, 100.0)), exact)
 
     @pytest.mark.parametrize(
         ("make", "arguments", "error", "message"),
@@ -515,7 +514,7 @@ class TestKey:
         assert summary(apply_avq(pipe, LEVELS, **arguments)) == first
         kept.save(profile_of(pipe, {1000: AVQ}, LEVELS), [PROMPT])
         with pytest.warns(match="the kept measurement no longer holds"):
-            apply_avq(pipe, LEVELS, **arguments | {"tolerance": 2e-3})
+            apply_avq(pipe, LEVELS, **arguments | {"tolerance": 5e-3})
 
 
 class TestFile:

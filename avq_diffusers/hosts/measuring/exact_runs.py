@@ -32,7 +32,7 @@ from avq_diffusers.hosts.measuring.progress import Progress, Shown
 from avq_diffusers.hosts.models import models_of
 
 # Repeated calls with one layer in AVQ, over all layers.
-MOST_REPEATED = 256
+MOST_REPEATED = 512
 
 # Called after each call, with its model, what was measured in it and what repeats it.
 Visit: TypeAlias = Callable[[Hosted, list[MeasuredLayer], Repeat], None]

@@ -96,7 +96,8 @@ def measure_error(
         (errors,) = _errors_of(runs, [checked.choices], len(probing))
     measured = {}
     for start, part in profile.parts.items():
-        largest, predicted = max(error[start] for error in errors), checked.errors[start]
+        largest = max(error.get(start, 0.0) for error in errors)
+        predicted = checked.errors[start]
         correction = largest / predicted if largest and predicted else 1.0
         measured[start] = replace(part, correction=float(f"{correction:.4g}"))
     return replace(profile, parts=measured)

@@ -123,7 +123,7 @@ class ErrorProfile:
         rows = [part.rows for one in self.layers for part in one.parts.values()]
         numbers = [one.exact_time for one in self.layers] + [x for row in rows for x in row.flat]
         of_parts = [x for part in self.parts.values() for x in (part.share, part.correction)]
-        ascending = sorted({check_threshold(x) for x in self.thresholds})
+        ascending = sorted({check_threshold(x) for x in self.thresholds} - {0, math.inf})
         names = {one.layer.name for one in self.layers}
         for one in self.layers:
             check_int(f"num_tokens of {one.layer.name}", one.num_tokens, 1)
@@ -135,7 +135,7 @@ class ErrorProfile:
                 all(not x.parts or x.parts.keys() == self.parts.keys() for x in self.layers),
                 "the same parts in every layer",
             ),
-            (len(ascending) > 1 and ascending == [*self.thresholds], "ascending thresholds"),
+            (len(ascending) > 1 and ascending == [*self.thresholds], "rising thresholds"),
             (all(x.shape == (3, len(ascending)) for x in rows), "a number for each threshold"),
             (all(0 <= x < _LARGEST for x in numbers), "finite numbers that are not negative"),
             (all(0 < x < _LARGEST for x in of_parts), "shares and corrections above 0"),
