@@ -67,16 +67,13 @@ class _Events:
         self.pipe, self.source = pipe, source
         states = states_of(apply_avq(pipe, source, route="always"))
         self.parents = refinable_parents(states)
-        self.has_threshold = isinstance(source, AVQConfig) and source.num_refined is None
-        self.dials: list[str] | range
-        self.default_dial: str | int
-        if self.has_threshold:
-            self.default_dial = f"{source.threshold:g}"
-            offered = sorted({source.threshold, *USUAL_THRESHOLDS}, reverse=True)
-            self.dials = [f"{threshold:g}" for threshold in offered]
-        else:
-            self.default_dial = max(x.config.num_refined for x in states.values())
-            self.dials = range(max(self.parents.values()) + 1)
+        threshold = source.threshold if isinstance(source, AVQConfig) else None
+        self.has_threshold = threshold is not None
+        self.dials: Any = range(max(self.parents.values()) + 1)
+        self.default_dial: Any = max(x.config.num_refined or 0 for x in states.values())
+        if threshold is not None:
+            offered = sorted({threshold, *USUAL_THRESHOLDS}, reverse=True)
+            self.dials, self.default_dial = [f"{x:g}" for x in offered], f"{threshold:g}"
         self.working: set[str | None] = set()
         side = training_size(pipe)
         most = min(LARGEST_SIDE * side, largest_side(pipe) or LARGEST_SIDE * side)

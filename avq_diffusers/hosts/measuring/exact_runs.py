@@ -76,7 +76,7 @@ class ExactRuns:
         self.models = models_of(pipe)
         self.host = self.models[0].host
         self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
-        self.scheduler = getattr(pipe, "scheduler", None)
+        self.scheduler: Any = getattr(pipe, "scheduler", None)
         check_int("num_inference_steps", num_inference_steps, 1, NUM_TRAIN_TIMESTEPS)
         check_int("parts", 1 if parts is None else parts, 1, NUM_TRAIN_TIMESTEPS)
         has_timesteps = len(self.models) == 1 and self.models[0].timesteps is not None
@@ -217,9 +217,10 @@ class ExactRuns:
         if told is None or told != self.timestep:
             self.timestep, self.step = told, self.step + 1
             steps = getattr(self.scheduler, "timesteps", None)
-            is_known = told is not None and steps is not None
-            left = len({*_left(steps.tolist(), told)}) if is_known else None
-            self.progress.begin_step(self.step, left)
+            if told is None or steps is None:
+                self.progress.begin_step(self.step)
+            else:
+                self.progress.begin_step(self.step, len({*_left(steps.tolist(), told)}))
         if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:

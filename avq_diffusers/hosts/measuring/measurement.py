@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.core import Hosted, at_timestep
+from avq_diffusers.hosts.core import AVQ_CALL, Hosted, at_timestep
 from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, Choice
 from avq_diffusers.hosts.measuring.exact_runs import ExactRuns
 from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Repeat
@@ -149,7 +149,8 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
         for hosted, layers in measured.items()
         for layer in layers
     }
-    reasons = [str(layer.state.last_call) for layer, one in found.items() if not one.parts]
+    last_calls = [layer.state.last_call for layer, one in found.items() if not one.parts]
+    reasons = ["too few calls" if x == AVQ_CALL else str(x) for x in last_calls]
     if reasons:
         warnings.warn(
             f"AVQ serves no measured call of {len(reasons)} of {len(found)} layers, which stay "
