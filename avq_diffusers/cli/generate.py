@@ -28,7 +28,8 @@ from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
 LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents with C children
 each, and T, the error that a further column of a query tile must mend, or P, the parents
-that each tile refines; calls: per layer, one per step"""
+that each tile refines; columns: codewords + keys that a tile attends to, on average; calls:
+per layer, one per step"""
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
