@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, TypeVar
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
@@ -23,6 +23,8 @@ _CONFIGURATION = re.compile(
 DEFAULT_THRESHOLD = 1e-4
 SIZES = ("num_parents", "num_children")
 RESOLUTIONS = ("threshold", "num_refined")  # exactly one decides
+
+AnySpec = TypeVar("AnySpec", bound="Spec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class Spec:
             values["num_refined"] = None
         return cls(**values, threshold=threshold)
 
-    def changed(self, **values: Any) -> Self:
+    def changed(self: AnySpec, **values: Any) -> AnySpec:
         """The same with other values; a threshold takes the place of `num_refined`, and vice versa.
 
         Args:
@@ -165,7 +167,7 @@ class Spec:
             values = dict.fromkeys(RESOLUTIONS) | values
         return replace(self, **values)
 
-    def resized(self, text: str) -> Self:
+    def resized(self: AnySpec, text: str) -> AnySpec:
         """These options with the sizes of a configuration string.
 
         Args:
@@ -258,7 +260,7 @@ class AVQConfig(Spec):
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
+        """Parse `"M64C8T1e-4"` (threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
 
         Args:
             text: the configuration string.

@@ -17,7 +17,10 @@ from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
 EXACT = "exact"
 # What sets the resolution, and the numbers it may be.
-NUMBERS = {"threshold": ((int, float), "a number"), "num_refined": (int, "an int")}
+NUMBERS: dict[str, tuple[tuple[type, ...], str]] = {
+    "threshold": ((int, float), "a number"),
+    "num_refined": ((int,), "an int"),
+}
 # Training timestep from which an entry holds, downwards -> one of these numbers, or `EXACT`.
 Schedule = Mapping[int, float | str]
 Plan = Mapping[str, float | str | Schedule]
