@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, apply_avq, calibrate, measure_error, remove_avq
 from avq_diffusers.hosts.core import routing
-from avq_diffusers.hosts.core.timesteps import step_weight
 from avq_diffusers.hosts.measuring import exact_runs, kept_profiles, measurement, progress
 from avq_diffusers.hosts.measuring.allocation import THRESHOLDS as USUAL
 from avq_diffusers.hosts.measuring.measurement import output_errors
@@ -182,22 +181,6 @@ class TestMeasure:
         arguments = {**size, **image, "num_inference_steps": 4, "parts": 2, "progress": False}
         parts = measure_error(pipe, [PROMPT], CONFIG, **arguments).parts.values()
         assert [part.share for part in parts] == [0.5, 0.5]
-
-    @pytest.mark.parametrize("timesteps", [None, [1000, 667, 333, 1]])
-    def test_weight_of_a_step_of_a_flow(self, timesteps):
-        """It is the square of how far the scheduler moves latents per output, also where noise
-        levels are shifted and timesteps are not."""
-        options = {"shift": 3.0}
-        given = {"num_inference_steps": 4}
-        if timesteps:
-            options = {"use_dynamic_shifting": True}
-            given = {"timesteps": timesteps, "sigmas": [x / 1000 for x in timesteps], "mu": 1.0}
-        scheduler = FlowMatchEulerDiscreteScheduler(**options)
-        scheduler.set_timesteps(**given)
-        for timestep in scheduler.timesteps:
-            moved = scheduler.step(torch.ones(1), timestep, torch.zeros(1)).prev_sample
-            weight = step_weight(scheduler, float(timestep))
-            assert weight == pytest.approx(float(moved) ** 2, rel=1e-4)
 
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""
