@@ -37,6 +37,7 @@ from avq_diffusers import (
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts.core import state
 from avq_diffusers.hosts.core.installing import all_or_nothing
+from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.models.registry import find_model
 
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
@@ -825,7 +826,8 @@ def test_models_that_share_a_layer_or_block(kind, model):
 def test_measurement(kind, model, monkeypatch):
     """Catches tokens that are left out, another scale or order, keys before their norm, the error
     of another output, and an AVQ that is lost."""
-    monkeypatch.setattr("avq_diffusers.hosts.measuring.exact_runs.THRESHOLDS", (0.01, 1e15))
+    coarsest = {"num_parents": 4, "num_children": 2, "threshold": 1e15}
+    monkeypatch.setattr(exact_runs, "THRESHOLDS", (1.0, 1e5, coarsest["threshold"]))
 
     class Pipe:
         set_progress_bar_config = staticmethod(lambda **_: None)
@@ -835,7 +837,7 @@ def test_measurement(kind, model, monkeypatch):
                 kind.predict(model)
 
     def measure():
-        config, pipe = kind.config(num_parents=4, num_children=2), Pipe()
+        config, pipe = kind.config(**coarsest), Pipe()
         if kind.part is None:
             inputs = kind.inputs(model, *kind.sizes[0])
             batches = [inputs.pop("pixel_values")] * 2
@@ -849,7 +851,7 @@ def test_measurement(kind, model, monkeypatch):
     assert are_same(contents(model), before)
     assert [one.layer.name for one in profile.layers] == [x.name for x in layers]
     others = tuple(x.name for x in layers[1:])
-    alone = kind.config(**COARSE, exact=others).changed(threshold=profile.thresholds[-1])
+    alone = kind.config(**coarsest, exact=others)
     found = kind.predict(apply_avq(model, alone, route="always"))
     expected = float((found - kind.exact).norm() / kind.exact.norm())
     assert profile.layers[0].parts[1000].effects[-1] == pytest.approx(expected, rel=1e-2)

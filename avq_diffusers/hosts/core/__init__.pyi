@@ -61,7 +61,6 @@ from .timesteps import (
     rounded_up,
     sampling_weights,
     starts_of_parts,
-    step_weight,
 )
 from .weights import LayerWeights, project
 
@@ -134,6 +133,5 @@ __all__ = [
     "set_specs",
     "starts_of_parts",
     "states_of_config",
-    "step_weight",
     "uninstall",
 ]
