@@ -42,8 +42,8 @@ def keys_command(
             help="Comma-separated: configurations with stored codewords (M64P16C8, M192), mean "
             "keys (M64P16C8/means; neither for diffusers transformers), or codewords from the "
             "call's own keys: with a threshold (M64C8T1e-4), or the paper's sizes with or without "
-            "Lloyd updates (M64P16C8/own, M64P16C8/own1); pooled@256, exact, value-projection; on a "
-            "GPU also peers with their own kernels, pisa@.15, pisa0@.15 and sol@1.3.",
+            "Lloyd updates (M64P16C8/own, M64P16C8/own1); pooled@256, exact, value-projection; on "
+            "a GPU also peers with their own kernels, pisa@.15, pisa0@.15 and sol@1.3.",
         ),
     ] = None,
     model: Annotated[

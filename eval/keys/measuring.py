@@ -263,7 +263,7 @@ def scheme_of(method: MethodName) -> str:
 
 
 def columns_of(method: MethodName, num_tokens: int) -> int | None:
-    """Means and keys that a query attends to without AVQ; None for Sol-Attn, where queries choose."""
+    """Means and keys that a query attends to without AVQ; unknown (None) for Sol-Attn."""
     if method.source == POOLED:
         return pooled_columns(num_tokens, int(method.setting) // BLOCK)
     if method.source in (PISA, PISA_ZEROTH):

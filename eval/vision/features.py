@@ -1,7 +1,7 @@
 """Features of a vision transformer with AVQ in all layers: `python -m eval vision features`.
 
-columns       codewords and keys that a patch attends to, for AVQ the mean over tiles and layers, not
-              counting CLS and registers
+columns       codewords and keys that a patch attends to, for AVQ the mean over tiles and layers;
+              CLS and registers do not count
 features_off  |f - exact| / |exact| of the last hidden states f; exact is in float32
 map_off       mean difference in the map of salient pixels, whose values are between 0 and 1
 map_r         correlation of that map with the exact one

@@ -75,7 +75,7 @@ def _without(field):
     [
         (STEP, _without("ms"), "is not a complete result (KeyError: 'ms'); make it again."),
         (STEP, lambda document: document.pop("unet"), "is not a complete result (KeyError: 'model"),
-        ("vision_seg_exact_keys.json", None, "there is no file "),
+        ("vision_seg_sizes.json", None, "there is no file "),
         ("quality_own_levels01.json", _without("fid"), "is not a complete result (KeyError: 'fid'"),
         (
             "keys_vit_cuda_bfloat16.json",
