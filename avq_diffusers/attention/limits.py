@@ -130,17 +130,6 @@ LIMITS: dict[str, dict[str, Limit]] = {
             "scale must be positive, but is {found}",
             operator.lt,
         ),
-        "exact keys": Limit(
-            (True,),
-            lambda call, spec: spec.means if spec.exact_keys else None,
-            'exact keys need codewords="means"',
-        ),
-        "visible beside exact keys": Limit(
-            1024,  # a tile sorts them
-            lambda call, spec: spec.num_visible if spec.exact_keys else None,
-            "tiles with exact keys may see {value} codewords, but see {found}",
-            operator.ge,
-        ),
         "updates of a codebook": Limit(
             (0,),
             lambda call, spec: None if call.parents is None else spec.num_updates,
@@ -180,10 +169,8 @@ LIMITS: dict[str, dict[str, Limit]] = {
     "dense": {
         "codewords": Limit(
             (True,),
-            lambda call, spec: (
-                not (spec.means or spec.num_updates or spec.exact_keys or call.sink_key is not None)
-            ),
-            "it needs stored codewords, no updates, exact keys or sink keys",
+            lambda call, spec: not (spec.means or spec.num_updates or call.sink_key is not None),
+            "it needs stored codewords, no updates and no sink keys",
         ),
         "tiles": Limit(
             (),

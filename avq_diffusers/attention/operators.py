@@ -47,7 +47,9 @@ def by_kernels(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
     return by_pytorch(tensors, spec) if found is None else (found[0], found[1])
 
 
-@torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({CALL}) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "avq_diffusers::attention", mutates_args=(), schema=f"({CALL}) -> (Tensor, Tensor)"
+)
 def torch_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`by_pytorch`, as an operator."""
     return by_pytorch(*call_of(arguments))

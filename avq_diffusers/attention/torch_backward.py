@@ -41,12 +41,8 @@ from torch import Tensor
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.torch_forward import (
     Summary,
-    cut_tiles,
     empty_tokens,
-    gather_rows,
     summarize,
-    tiles_and_columns,
-    write_tiles,
 )
 from avq_diffusers.codebook.assignment import (
     across_heads,
@@ -71,7 +67,8 @@ def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
     flops per query."""
     head_dim = tensors.query.shape[3]
     dense = 14 * tensors.key.shape[2] * head_dim
-    linear = 12 * spec.num_visible * head_dim + 2 * spec.num_visible * head_dim**2
+    assert spec.columns is not None  # stored codewords have no threshold
+    linear = 12 * spec.columns * head_dim + 2 * spec.columns * head_dim**2
     is_cpu = tensors.query.device.type == "cpu"
     return dense < (DENSE_SPEED_CPU if is_cpu else DENSE_SPEED) * linear
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from avq_diffusers.codebook.tensor_files import check_names
-from avq_diffusers.config import LARGEST_COUNT, check_int, is_within
+from avq_diffusers.config import LARGEST_COUNT, AVQConfig, check_int, is_within
 
 # Wrappers inside a model hold the wrapped module under one of these names.
 COMPILED = "_orig_mod"
@@ -77,6 +77,13 @@ class Layer(LayerSpec):
 
 
 AnyLayer = TypeVar("AnyLayer", bound=LayerSpec)
+
+
+def default_config(layers: Sequence[LayerSpec]) -> AVQConfig:
+    """The default of a model with these layers: at the default's levels, or at its finest."""
+    config, present = AVQConfig(), {layer.level for layer in layers}
+    levels = present.intersection(config.levels) or {min(present, default=0)}
+    return config.changed(levels=tuple(levels))
 
 
 def chosen_layers(
