@@ -120,9 +120,10 @@ class DistillConfig(Config):
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
             that exports nothing.
         avq: sizes, a threshold or `num_refined`, and the `levels` whose self-attention is replaced.
-            `codewords: stored` trains codebooks and needs `num_refined`; `codewords: means` takes the codewords from the keys of each call, so that
-            only the projections are trained. Instead of sizes, a file may name a saved
-            `ErrorProfile` of the base model, `profile: FILE`, and a `tolerance`.
+            `codewords: stored` trains codebooks and needs `num_refined`; `codewords: means` takes
+            the codewords from the keys of each call, so that only the projections are trained.
+            Instead of sizes, a file may name a saved `ErrorProfile` of the base model, `profile:
+            FILE`, and a `tolerance`.
         data: images and captions.
         objective: losses.
         codebooks: initialization and updates of the codebooks; None with `codewords: means`.

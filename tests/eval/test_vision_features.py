@@ -15,7 +15,7 @@ from eval.keys import photographs
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
 from eval.vision.features import features_panels, measure_features
 
-EVERY_KEY = "M8P8C2E256/own"  # of 16 x 16 patches
+EVERY_KEY = "M8C2T0"
 METHODS = ["exact", EVERY_KEY, "M8P0C2/own", "M8P8C2/own", "M8", "value-projection"]
 
 
