@@ -346,7 +346,7 @@ def check_tolerance(name: str, value: float) -> None:
         )
 
 
-def check_threshold(value: Any) -> float:
+def check_threshold(value: Any, name: str = "threshold") -> float:
     """Check that a threshold is a number of at least 0, and return it as a float.
 
     Raises:
@@ -354,9 +354,9 @@ def check_threshold(value: Any) -> float:
         ValueError: `value` is negative or NaN.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"threshold must be a number, but got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{name} must be a number, but got {value!r} ({type(value).__name__}).")
     if not 0 <= value <= math.inf:
-        raise ValueError(f"threshold must be at least 0, but got {value}.")
+        raise ValueError(f"{name} must be at least 0, but got {value}.")
     return float(value)
 
 

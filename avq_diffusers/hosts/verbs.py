@@ -279,11 +279,9 @@ def _still_holds(
         return True
     allocation = profile.within(tolerance)
     name = f"checking the kept profile for a tolerance of {100 * tolerance:g} %"
-    run = {**measurement, "parts": len(profile.shares), "progress_name": name}
+    run = {**measurement, "parts": len(profile.parts), "progress_name": name}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
-    ((error,),) = output_errors(
-        pipe, one, [allocation.choices], profile.config, weights=profile.weights, **run
-    )
+    ((error,),) = output_errors(pipe, one, [allocation.choices], profile.config, **run)
     if error <= MOST_OFF * tolerance:
         return True
     warnings.warn(

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -18,13 +17,12 @@ from avq_diffusers.hosts.core import (
     at_timestep,
     rounded_up,
     starts_of_parts,
-    step_weight,
 )
 from avq_diffusers.hosts.measuring.progress import Progress
 
 # What layers run in a repeated call, by layer name; the rest run exact attention.
 Trial: TypeAlias = Mapping[str, Spec | None]
-# Repeats the current call and returns the squared error of its output.
+# Repeats the current call and returns the squared relative error of its output.
 Repeat: TypeAlias = Callable[[Trial], float]
 
 
@@ -35,14 +33,12 @@ class ExactRun:
 
     Args:
         scheduler: the pipeline's scheduler; None without one.
-        parts: number of parts of the denoising to keep apart. With one, all calls count alike.
-        plan: what layers run in place of exact attention, by the start of a part.
+        parts: number of parts of the denoising to keep apart.
         progress: counts the model's calls, exact and repeated.
         first_run: number of the first run in `progress`.
 
     Attributes:
         start: the timestep at which the current part begins.
-        weight: weight of the current call's error.
         number: index of the current call, over all examples.
         example: index of the current example.
         timestep: what the last call told; None if nothing.
@@ -51,22 +47,13 @@ class ExactRun:
         trial: what the current call runs; None is exact attention.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        parts: int,
-        plan: Mapping[int, Trial],
-        progress: Progress,
-        first_run: int,
-    ) -> None:
+    def __init__(self, scheduler: Any, parts: int, progress: Progress, first_run: int) -> None:
         self.scheduler = scheduler
         self.parts = parts
         self.starts = {NUM_TRAIN_TIMESTEPS: NUM_TRAIN_TIMESTEPS}
-        self.plan = plan
         self.progress = progress
         self.first_run = first_run
         self.start = NUM_TRAIN_TIMESTEPS
-        self.weight = 1.0
         self.number = -1
         self.example = -1
         self.timestep: float | None = None
@@ -82,28 +69,28 @@ class ExactRun:
             yield example
 
     @contextmanager
-    def watch(self, hosted: Hosted, visit: Callable[[float, Repeat], None]) -> Iterator[None]:
-        """Follow the calls of a model inside the `with` block.
-
-        After each call, `visit` gets the squared norm of its output and a function that repeats
-        the call and returns the squared error.
-        """
+    def watch(self, hosted: Hosted, visit: Callable[[Repeat], None]) -> Iterator[None]:
+        """Follow the calls of a model inside the `with` block; `visit` follows each."""
 
         def leave(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             try:
                 if self.depth == 1 and output is not None:
-                    exact = tensors_of(output)
+                    exact = _tensors_of(output)
+                    size = _squared(exact)
 
                     def repeat(trial: Trial) -> float:
                         self.trial = trial
                         try:
-                            return squared(tensors_of(model(*args, **kwargs)), exact)
+                            found = _tensors_of(model(*args, **kwargs))
                         finally:
                             self.trial = None
                             self.progress.count_call()
+                        pairs = zip(found, exact, strict=True)
+                        error = _squared([a.float() - b.float() for a, b in pairs])
+                        return error / size if size else 0.0
 
                     self.progress.count_call()
-                    visit(squared(exact), repeat)
+                    visit(repeat)
             finally:
                 self.depth -= 1
 
@@ -130,8 +117,6 @@ class ExactRun:
                     starts = starts_of_parts(_left(steps, timestep), self.parts)
                     self.starts = {start: start for start in starts}
                 self.start = at_timestep(self.starts, timestep)
-                self.weight = step_weight(self.scheduler, timestep)
-        self.trial = self.plan.get(self.start)
 
     def _follow_steps(self, timestep: float | None) -> None:
         """Tell the progress if this call, at `timestep` if it tells one, begins a step."""
@@ -151,18 +136,11 @@ def _left(steps: list[float], timestep: float) -> list[float]:
     return [step for step in steps if step <= rounded_up(timestep)] or steps
 
 
-def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors in the first output of a model or pipeline; some return NumPy arrays."""
+def _tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in the first output of a model."""
     first = output if isinstance(output, Tensor) else output[0]
-    found = (x for x in pytree.tree_leaves(first) if isinstance(x, Tensor | np.ndarray))
-    return [torch.as_tensor(x) for x in found]
+    return [x for x in pytree.tree_leaves(first) if isinstance(x, torch.Tensor)]
 
 
-def squared(found: Sequence[Tensor], exact: Sequence[Tensor] | None = None) -> float:
-    """The sum of squares of `found`, or of its difference from `exact`."""
-    differences = (
-        found
-        if exact is None
-        else [a.float() - b.float() for a, b in zip(found, exact, strict=True)]
-    )
-    return sum(float(x.float().square().sum()) for x in differences)
+def _squared(tensors: Sequence[Tensor]) -> float:
+    return sum(float(x.float().square().sum()) for x in tensors)
