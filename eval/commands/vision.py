@@ -123,7 +123,7 @@ def tolerance(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Sizes by their effect on the features against equal sizes, on photographs not probed.
+    """Thresholds by their effect on the features against one, on photographs not probed.
 
     Example: python -m eval vision tolerance --download --device cuda
     """

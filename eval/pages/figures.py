@@ -13,7 +13,7 @@ from avq_diffusers.attention.limits import VERIFIED
 from eval.names import CUDNN, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
-from eval.quality.tolerance import DIAL, SLACK, tolerance_panels
+from eval.quality.tolerance import SLACK, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Line, Panel, bar_plot, panel_plot
 from eval.store.report import complete, read_result
@@ -204,7 +204,7 @@ def quality(folder: Path) -> Figures:
 
 
 def tolerance(folder: Path) -> Figures:
-    """What tolerances and sizes by effect give, against equal sizes in all layers and peers."""
+    """What tolerances and plans by effect give, against equal plans in all layers and peers."""
     rows, sentences, panels = [], [], []
     paths = files_of(folder, "tolerance_*.json")
     for path in paths:
@@ -216,8 +216,8 @@ def tolerance(folder: Path) -> Figures:
         ]
         rows += found
         panels += tolerance_panels(found, model)[0]
-        plans = [row for row in found if row["scheme"] == DIAL]
-        others = [row for row in found if row["scheme"] not in (DIAL, EXACT)]
+        plans = [row for row in found if row["plan"].startswith(("at the time", "tolerance"))]
+        others = [row for row in found if row not in plans and row["scheme"] != EXACT]
         beaten = [
             any(plan["ms"] <= row["ms"] and plan["error"] < row["error"] for plan in plans)
             for row in others
@@ -229,13 +229,14 @@ def tolerance(folder: Path) -> Figures:
             if row["plan"].startswith("tolerance")
         ]
         sentences.append(
-            f"- {model}: sizes by effect beat {sum(beaten)} of {len(others)} rows of other methods "
-            f"and equal sizes: no slower, and a smaller error. Prompts whose error is within "
+            f"- {model}: plans by effect beat {sum(beaten)} of {len(others)} rows of other methods "
+            f"and equal plans: no slower, and a smaller error. Prompts whose error is within "
             f"{SLACK} times the tolerance: {', '.join(held)}."
         )
     columns: dict[str, Column] = {
         "model": "model",
-        "sizes or method": "plan",
+        "thresholds or method": "plan",
+        "columns": figure("columns", ".0f"),
         "step, ms": figure("ms", ".2f"),
         "output error, median": figure("error", ".4f"),
         "largest": lambda row: number(max(row["errors"]), ".4f"),
