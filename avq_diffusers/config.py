@@ -191,8 +191,8 @@ class AVQConfig(Spec):
         num_parents, num_children, threshold, num_refined, codewords, num_updates, query_tile: as in
             `Spec`.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the grid's tokens.
-        levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
-            of a transformer.
+        levels: UNet levels whose self-attention is replaced, where it has any; 0 is the highest
+            resolution, and all of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them.
         key_norm: normalize keys with a learnable LayerNorm before quantizing them.
@@ -258,7 +258,7 @@ class AVQConfig(Spec):
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's sizes) or `"M256"` (flat VQ).
+        """Parse `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
 
         Args:
             text: the configuration string.
@@ -284,11 +284,11 @@ class AVQConfig(Spec):
 
     def for_layer(self, name: str, level: int) -> "AVQConfig":
         """The configuration of one layer, with its overrides applied."""
-        values = dict(self.overrides.get(str(level), {}))
+        config = self._with(self.overrides.get(str(level), {}))
         prefixes = [key for key in self.overrides if is_within(name, key)]
         for prefix in sorted(prefixes, key=len):
-            values.update(self.overrides[prefix])
-        return self._with(values)
+            config = config._with(self.overrides[prefix])
+        return config
 
     def _with(self, values: Mapping[str, Any]) -> "AVQConfig":
         return self.changed(overrides={}, **values)

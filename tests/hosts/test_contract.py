@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 import sys
 import threading
@@ -30,6 +31,7 @@ from avq_diffusers import (
     remove_avq,
     select_layers,
     set_num_refined,
+    set_threshold,
     summary,
 )
 from avq_diffusers.attention.orders import query_order
@@ -42,7 +44,7 @@ from avq_diffusers.hosts.models.registry import find_model
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
 FINE = "M8P8C4E16"
 OTHER = {"num_parents": 2, "num_children": 2, "num_refined": 1}
-EVERY_KEY = {"num_parents": 4, "num_children": 2, "num_refined": 4, "exact_keys": 1000}
+EVERY_KEY = {"num_parents": 4, "num_children": 2, "threshold": 0}
 OUTSIDE = "outside a call of the model"
 
 
@@ -172,6 +174,23 @@ def test_on_and_off(kind, model):
     assert remove_avq(remove_avq(model)) is model
     assert are_same(contents(model), before)
     assert torch.equal(kind.predict(model), kind.exact)
+
+
+@for_kinds()
+def test_threshold(kind, model):
+    """Catches a threshold lost on its way to the operation, and columns that are not told."""
+    apply_avq(model, kind.config(**COARSE))
+    errors, shown = [], []
+    for threshold in (math.inf, 0.01, 0):
+        found = kind.predict(set_threshold(model, threshold))
+        errors.append(float((found - kind.exact).norm()))
+        shown.append([row.columns for row in summary(model).rows])
+    assert errors == sorted(errors, reverse=True)
+    assert errors[2] < 1e-5 * kind.exact.norm() < errors[1] < errors[0]
+    flat, some, every = ([sum(columns) for columns in rows] for rows in shown)
+    assert all(x <= y < z for x, y, z in zip(flat, some, every, strict=True))
+    assert sum(flat) < sum(some)
+    assert all(keys > 0 for _, keys in shown[2])
 
 
 @for_kinds()

@@ -95,15 +95,14 @@ def chosen_layers(
     """The layers at these levels that do not stay exact; arguments as in `select_layers`.
 
     Raises:
-        ValueError: a level has no layer, a name in `exact` matches none at these levels, no layer
+        ValueError: no layer is at these levels, a name in `exact` matches none at these levels, no layer
             is left, or an override matches none.
     """
     present = sorted({layer.level for layer in layers})
     wanted = present if levels is None else levels
-    absent = [level for level in wanted if level not in present]
-    if absent:
+    if wanted and not {*wanted}.intersection(present):
         others = f"only at levels {_join(present)}" if present else "and none that AVQ serves"
-        raise ValueError(f"this model has no self-attention at level {_join(absent)}, {others}.")
+        raise ValueError(f"this model has no self-attention at level {_join(wanted)}, {others}.")
     layers = [layer for layer in layers if layer.level in wanted]
     place = f"of this model at the levels {_join(wanted)}"
     for name in exact:

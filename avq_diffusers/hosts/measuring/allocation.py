@@ -17,9 +17,9 @@ from avq_diffusers.hosts.core import EXACT
 
 Floats: TypeAlias = NDArray[np.float64]
 # The measured thresholds, ascending.
-THRESHOLDS = (2.5e-5, 1e-4, 4e-4)
+THRESHOLDS = (2.5e-5, 2e-4, 1.6e-3)
 # What layers may get besides exact attention: down to a quarter of the finest measured threshold.
-CHOICES = tuple(float(f"{10 ** (step / 20):.2g}") for step in range(-104, -67))
+CHOICES = tuple(float(f"{10 ** (step / 20):.2g}") for step in range(-104, -55))
 # Units of times; operations say little about time on a CPU, so no text speaks of a gain in them.
 MILLISECONDS, OPERATIONS = UNITS = "ms", "GFLOP"
 FASTER = "times as fast"

@@ -45,7 +45,8 @@ PLOTTED_TOLERANCE = 0.02
 _LARGEST = 1e100
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True)
+class Measured:
     """A layer in a part of the denoising; each attribute has a value per threshold.
 
     Attributes:
@@ -58,8 +59,14 @@ class Measured(NamedTuple):
     columns: Sequence[float]
     times: Sequence[float]
 
+    @property
+    def rows(self) -> Floats:
+        """The attributes as (3, T)."""
+        return np.array([self.effects, self.columns, self.times], dtype=np.float64)
 
-class Part(NamedTuple):
+
+@dataclass(frozen=True)
+class Part:
     """A part of the denoising.
 
     Attributes:
@@ -81,30 +88,12 @@ class LayerEffects:
         exact_time: time of exact attention per call of the model, in the profile's unit.
         parts: by the training timestep at which a part of the denoising begins; empty if AVQ served
             no call.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     layer: LayerSpec
     num_tokens: int
     exact_time: float
     parts: Mapping[int, Measured]
-
-    def __post_init__(self) -> None:
-        check_int(f"num_tokens of {self.layer.name}", self.num_tokens, 1)
-        numbers = [self.exact_time, *(x for part in self.parts.values() for y in part for x in y)]
-        if not all(0 <= x < _LARGEST for x in numbers):
-            raise ValueError(f"numbers of {self.layer.name} must be finite and not negative.")
-
-    def in_one_part(self, shares: Mapping[int, float]) -> "LayerEffects":
-        """With thresholds that stay the same over the denoising: the largest effects."""
-        if not self.parts:
-            return self
-        effects, columns, times = np.array([self.parts[start] for start in shares]).swapaxes(0, 1)
-        means = (np.average(x, axis=0, weights=[*shares.values()]) for x in (columns, times))
-        whole = Measured(*(x.tolist() for x in (effects.max(axis=0), *means)))
-        return replace(self, parts={NUM_TRAIN_TIMESTEPS: whole})
 
 
 class _Table(NamedTuple):
@@ -130,7 +119,7 @@ class ErrorProfile:
 
     Raises:
         ValueError: there is no layer, two layers share a name, parts differ between layers, a
-            number is out of range, or the unit is unknown.
+            number is missing or out of range, or the unit is unknown.
     """
 
     config: AVQConfig = field(repr=False)
@@ -140,25 +129,30 @@ class ErrorProfile:
     unit: str = MILLISECONDS
 
     def __post_init__(self) -> None:
-        names = [one.layer.name for one in self.layers]
-        if not names:
-            raise ValueError("an error profile must have a layer.")
-        if self.unit not in UNITS:
-            raise ValueError(f"the unit must be one of {', '.join(UNITS)}, but is {self.unit!r}.")
-        if len({*names}) < len(names):
-            raise ValueError("an error profile must have each layer once.")
-        if max(self.parts, default=None) != NUM_TRAIN_TIMESTEPS:
-            raise ValueError(f"parts must begin at timestep {NUM_TRAIN_TIMESTEPS}.")
-        if any(one.parts and one.parts.keys() != self.parts.keys() for one in self.layers):
-            raise ValueError("an error profile must have the same parts in every layer.")
+        rows = [part.rows for one in self.layers for part in one.parts.values()]
+        for one in self.layers:
+            check_int(f"num_tokens of {one.layer.name}", one.num_tokens, 1)
         count = len(self.thresholds)
-        if count < 2 or [*self.thresholds] != sorted({*map(check_threshold, self.thresholds)}):
-            raise ValueError("an error profile must have two ascending thresholds or more.")
-        of_parts = (part for one in self.layers for part in one.parts.values())
-        if any(len(values) != count for part in of_parts for values in part):
-            raise ValueError("an error profile must have a number for each threshold.")
-        if not all(0 < x < _LARGEST for part in self.parts.values() for x in part):
-            raise ValueError("shares and corrections of an error profile must be above 0.")
+        ascending = sorted({check_threshold(x) for x in self.thresholds})
+        numbers = [one.exact_time for one in self.layers]
+        numbers += [x for row in rows for x in row.flat]
+        of_parts = [x for part in self.parts.values() for x in (part.share, part.correction)]
+        for is_wrong, problem in (
+            (not self.layers, "must have a layer"),
+            (len({one.layer.name for one in self.layers}) < len(self.layers), "has a layer twice"),
+            (self.unit not in UNITS, f"must have one of the units {', '.join(UNITS)}"),
+            (max(self.parts, default=0) != NUM_TRAIN_TIMESTEPS, "must begin at timestep 1000"),
+            (
+                any(one.parts and one.parts.keys() != self.parts.keys() for one in self.layers),
+                "must have the same parts in every layer",
+            ),
+            (count < 2 or ascending != [*self.thresholds], "must have two ascending thresholds"),
+            (any(row.shape != (3, count) for row in rows), "must have a number per threshold"),
+            (not all(0 <= x < _LARGEST for x in numbers), "has a number that is out of range"),
+            (not all(0 < x < _LARGEST for x in of_parts), "has a part that is out of range"),
+        ):
+            if is_wrong:
+                raise ValueError(f"an error profile {problem}.")
 
     def within(self, tolerance: float) -> Allocation:
         """The fastest thresholds with which the output error stays within a tolerance.
@@ -182,14 +176,8 @@ class ErrorProfile:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5, or all layers need exact attention.
         """
-        shares = {start: part.share for start, part in self.parts.items()}
-        layers = tuple(one.in_one_part(shares) for one in self.layers)
-        whole = Part(1.0, max(part.correction for part in self.parts.values()))
-        one_part = replace(self, layers=layers, parts={NUM_TRAIN_TIMESTEPS: whole})
-        chosen = {
-            name: choices[NUM_TRAIN_TIMESTEPS].spec
-            for name, choices in one_part.within(tolerance).choices.items()
-        }
+        found = self._in_one_part().within(tolerance).choices
+        chosen = {name: choices[NUM_TRAIN_TIMESTEPS].spec for name, choices in found.items()}
         exact = tuple(name for name, spec in chosen.items() if spec is None)
         if len(exact) == len(chosen):
             raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
@@ -210,14 +198,7 @@ class ErrorProfile:
         return self._within(high)
 
     def uniform(self, threshold: float) -> Allocation:
-        """One threshold in all layers that AVQ serves.
-
-        Raises:
-            TypeError: `threshold` is not a number.
-            ValueError: it is not above 0 and finite.
-        """
-        if not 0 < check_threshold(threshold) < math.inf:
-            raise ValueError(f"threshold must be above 0 and finite, but got {threshold}.")
+        """One threshold, above 0, in all layers that AVQ serves."""
         is_served = np.array([bool(one.parts) for one in self.layers], dtype=np.intp)
         return self._allocation((threshold,), dict.fromkeys(self.parts, is_served))
 
@@ -229,17 +210,33 @@ class ErrorProfile:
             chosen[start] = allocate(table.times, table.effects**2, limit)
         return self._allocation(CHOICES, chosen, tolerance)
 
+    def _in_one_part(self) -> "ErrorProfile":
+        """With the largest effects over the denoising, and mean times."""
+        shares = [part.share for part in self.parts.values()]
+        layers = []
+        for one in self.layers:
+            rows = np.array([one.parts[start].rows for start in self.parts if one.parts])
+            whole = {}
+            if len(rows):
+                means = np.average(rows, axis=0, weights=shares)
+                means[0] = rows[:, 0].max(axis=0)
+                whole[NUM_TRAIN_TIMESTEPS] = Measured(*means.tolist())
+            layers.append(replace(one, parts=whole))
+        part = Part(1.0, max(part.correction for part in self.parts.values()))
+        return replace(self, layers=tuple(layers), parts={NUM_TRAIN_TIMESTEPS: part})
+
     def _table(self, start: int, thresholds: Sequence[float]) -> _Table:
         """Exact attention, then these thresholds, in a part; AVQ takes forever where it cannot."""
         shape = len(self.layers), 1 + len(thresholds)
         table = _Table(np.zeros(shape), np.zeros(shape), np.full(shape, np.inf))
         table.columns[:, 0] = [one.num_tokens for one in self.layers]
         table.times[:, 0] = [one.exact_time for one in self.layers]
-        served = [row for row, one in enumerate(self.layers) if one.parts]
-        for number, values in enumerate(table if served else ()):
-            measured = np.array([self.layers[row].parts[start][number] for row in served])
-            rises = values is table.effects
-            values[served, 1:] = power_law(self.thresholds, measured, thresholds, rises=rises)
+        for row, one in enumerate(self.layers):
+            for values, known in zip(
+                table, one.parts[start].rows if one.parts else (), strict=False
+            ):
+                rises = values is table.effects
+                values[row, 1:] = power_law(self.thresholds, known, thresholds, rises=rises)
         return table
 
     def _allocation(
@@ -254,7 +251,7 @@ class ErrorProfile:
         specs = [None, *(self.config.spec.changed(threshold=x) for x in thresholds)]
         for start, part in self.parts.items():
             rows = range(len(self.layers))
-            picked = (x[rows, chosen[start]].tolist() for x in self._table(start, thresholds))
+            picked = [x[rows, chosen[start]].tolist() for x in self._table(start, thresholds)]
             effects, columns, times = picked
             time += part.share * math.fsum(times)
             errors[start] = part.correction * math.hypot(*effects)
@@ -279,26 +276,7 @@ class ErrorProfile:
             OSError: the disk is full or not writable.
         """
         with atomic_write(Path(path)) as temporary:
-            temporary.write_text(json.dumps(self.document, indent=1) + "\n")
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """The content of a saved file."""
-        return {
-            "config": asdict(self.config),
-            "unit": self.unit,
-            "thresholds": self.thresholds,
-            "parts": {start: part._asdict() for start, part in self.parts.items()},
-            "layers": [
-                {
-                    "layer": one.layer.stored,
-                    "num_tokens": one.num_tokens,
-                    "exact_time": one.exact_time,
-                    "parts": {start: part._asdict() for start, part in one.parts.items()},
-                }
-                for one in self.layers
-            ],
-        }
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "ErrorProfile":
@@ -309,31 +287,20 @@ class ErrorProfile:
             ValueError: the file is not a saved profile.
         """
         try:
-            document = json.loads(Path(path).read_text())
+            stored = json.loads(Path(path).read_text())
             layers = tuple(
                 LayerEffects(
-                    LayerSpec(**stored["layer"]),
-                    stored["num_tokens"],
-                    stored["exact_time"],
-                    _by_start(Measured, stored["parts"]),
+                    LayerSpec(**one.pop("layer")),
+                    parts=_by_start(Measured, one.pop("parts")),
+                    **one,
                 )
-                for stored in document["layers"]
+                for one in stored.pop("layers")
             )
-            return cls(
-                AVQConfig.from_dict(document["config"]),
-                layers,
-                _by_start(Part, document["parts"]),
-                tuple(document["thresholds"]),
-                document["unit"],
-            )
-        except (
-            AttributeError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+            config = AVQConfig.from_dict(stored.pop("config"))
+            parts = _by_start(Part, stored.pop("parts"))
+            thresholds = tuple(stored.pop("thresholds"))
+            return cls(config, layers, parts, thresholds, **stored)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a saved {cls.__name__}: {error!r}.") from error
 
     def plot(self, path: str | Path) -> None:
@@ -347,51 +314,45 @@ class ErrorProfile:
         """
         from matplotlib.figure import Figure
 
-        equal = {x: self.uniform(x) for x in self.thresholds}
-        errors = [plan.error for plan in equal.values()]
-        best = [self._within(x) for x in np.geomspace(min(errors) / 3, max(errors), 60).tolist()]
-        curve = [(plan.error, plan.speedup) for plan in best if plan.error > 0]
         figure = Figure(figsize=(13, max(4.5, 0.25 * len(self.layers))), layout="constrained")
-        axes, by_layer = figure.subplots(1, 2)
-        axes.plot(*zip(*curve, strict=True), label="within a tolerance")
-        speedups = [plan.speedup for plan in equal.values()]
-        axes.plot(errors, speedups, "o", label="one threshold in all layers")
+        axes, of_layers = figure.subplots(1, 2)
+        equal = {threshold: self.uniform(threshold) for threshold in self.thresholds}
+        errors = [max(plan.error, 1e-9) for plan in equal.values()]
+        best = [self._within(x) for x in np.geomspace(min(errors) / 3, max(errors), 60).tolist()]
+        shown = [(plan.error, plan.speedup) for plan in best if plan.error > 0]
+        axes.plot([x for x, _ in shown], [y for _, y in shown], label="within a tolerance")
         for threshold, plan in equal.items():
-            place: dict[str, Any] = {"xytext": (6, -8), "textcoords": "offset points"}
-            axes.annotate(f"{threshold:g}", (plan.error, plan.speedup), fontsize=7, **place)
+            axes.plot(plan.error, plan.speedup, "o", label=f"{threshold:g} in all layers")
         axes.axhline(1, color="black", linestyle="--", label="exact")
         gain = FASTER if self.unit == MILLISECONDS else "operations of exact attention / AVQ's"
         axes.set(xscale="log", xlabel="error of the output", ylabel=f"attention, {gain}")
-        axes.grid(alpha=0.3)
-        axes.legend()
 
-        plan = self.within(PLOTTED_TOLERANCE)
-        names = [*plan.choices]
+        choices = self.within(PLOTTED_TOLERANCE).choices
+        rows = range(len(choices))
         for start in self.parts:
-            columns = [plan.choices[name][start].columns for name in names]
-            by_layer.plot(columns, range(len(names)), "o", label=f"from timestep {start}")
-        tokens = [one.num_tokens for one in self.layers]
-        by_layer.plot(tokens, range(len(names)), "k|", markersize=10, label="exact")
-        by_layer.set(xscale="log", xlabel=f"columns within {PLOTTED_TOLERANCE:g}")
-        by_layer.set_yticks(range(len(names)), names, fontsize=6)
-        by_layer.invert_yaxis()
-        by_layer.legend()
+            columns = [parts[start].columns for parts in choices.values()]
+            of_layers.plot(columns, rows, "o", label=f"from timestep {start}")
+        of_layers.plot([one.num_tokens for one in self.layers], rows, "k|", label="exact")
+        of_layers.set(xscale="log", xlabel=f"columns within a tolerance of {PLOTTED_TOLERANCE:g}")
+        of_layers.set_yticks(rows, [*choices], fontsize=6)
+        of_layers.invert_yaxis()
+        for panel in (axes, of_layers):
+            panel.grid(alpha=0.3)
+            panel.legend()
         with atomic_write(Path(path)) as temporary:
             figure.savefig(temporary, dpi=110)
 
     def __str__(self) -> str:
         plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]
-        is_timed = self.unit == MILLISECONDS
         rows = [
             ["tolerance", *(f"{tolerance:g}" for tolerance in SHOWN_TOLERANCES)],
             ["output error", *(f"{plan.error:.2g}" for plan in plans)],
-            *([[FASTER, *(f"{plan.speedup:.2g}" for plan in plans)]] if is_timed else []),
-            ["columns of", *("" for _ in plans)],
-            *(
-                [name, *(_columns(plan.choices[name]) for plan in plans)]
-                for name in plans[0].choices
-            ),
         ]
+        if self.unit == MILLISECONDS:
+            rows.append([FASTER, *(f"{plan.speedup:.2g}" for plan in plans)])
+        rows.append(["columns of", *("" for _ in plans)])
+        for name in plans[0].choices:
+            rows.append([name, *(_columns(plan.choices[name]) for plan in plans)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
