@@ -34,7 +34,14 @@ def test_parses_both_forms(text, sizes, columns):
 
 @pytest.mark.parametrize(
     ("threshold", "digits"),
-    [(1e-4, "1e-4"), (3.3e-300, "3.3e-300"), (5e-2, "0.05"), (1, "1"), (200.0, "200"), (0.1, "0.1")],
+    [
+        (1e-4, "1e-4"),
+        (3.3e-300, "3.3e-300"),
+        (5e-2, "0.05"),
+        (1, "1"),
+        (200.0, "200"),
+        (0.1, "0.1"),
+    ],
 )
 def test_a_threshold_has_few_digits(threshold, digits):
     """Catches a configuration string that is parsed as another threshold."""
@@ -102,7 +109,9 @@ def test_parse_rejects_other_forms(text):
 
 @pytest.mark.parametrize("text", ["M64C8", "M64P16C8T1e-4"])
 def test_parse_takes_one_resolution(text):
-    with pytest.raises(ValueError, match=f"either a threshold, .*, or refined parents, .* '{text}'"):
+    with pytest.raises(
+        ValueError, match=f"either a threshold, .*, or refined parents, .* '{text}'"
+    ):
         AVQConfig.parse(text)
 
 

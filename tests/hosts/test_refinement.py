@@ -99,13 +99,17 @@ class TestErrors:
         [
             (-1, ValueError, "threshold must be at least 0, but got -1"),
             ({1000: True}, TypeError, "threshold must be a number or 'exact', but got bool"),
-            ({"up_blocks": "fine"}, TypeError, "threshold must be a number or 'exact', but got str"),
+            (
+                {"up_blocks": "fine"},
+                TypeError,
+                "threshold must be a number or 'exact', but got str",
+            ),
             ({400: 0.1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 0.1\}"),
         ],
     )
     def test_thresholds(self, avq_unet, threshold, error, message):
         stored = str(summary(avq_unet))
-        with pytest.raises(ValueError, match="stored\" needs num_refined in place of a threshold"):
+        with pytest.raises(ValueError, match='stored" needs num_refined in place of a threshold'):
             set_threshold(avq_unet, 0.1)
         assert str(summary(avq_unet)) == stored
         own = str(summary(apply_avq(avq_unet, AVQConfig.parse("M4C2T0.1"))))
