@@ -81,6 +81,7 @@ class Summary(NamedTuple):
     Attributes:
         keys, values: (rows, W), the table: codewords (H R), with a threshold the keys leaf by leaf
             (H S), sinks, and a row that stands for no key.
+        key_rows, sink_rows: where in the table keys and sinks are.
         offsets: (H S, 2 D), with means: values and keys leaf by leaf, minus the means of their
             leaves.
         matrix: (H, D, D), the first-order term's C; None without it.
@@ -90,9 +91,15 @@ class Summary(NamedTuple):
     codewords: Codewords
     keys: Tensor
     values: Tensor
-    num_sinks: int
+    key_rows: slice
+    sink_rows: slice
     offsets: Tensor | None
     matrix: Tensor | None
+
+    @property
+    def num_sinks(self) -> int:
+        """Of a head."""
+        return (self.sink_rows.stop - self.sink_rows.start) // len(self.codewords.counts)
 
 
 class Tiles(NamedTuple):
@@ -103,19 +110,23 @@ class Tiles(NamedTuple):
     length: int
 
     @staticmethod
-    def of(tensors: Tensors, spec: Spec) -> "Tiles":
-        """The tiles of a call; one for all queries if all see the same columns."""
+    def of(tensors: Tensors, length: int) -> "Tiles":
+        """Tiles of at most `length` queries."""
         order, num_queries = tensors.query_order, tensors.query.shape[2]
-        length = num_queries if spec.num_refined == 0 else min(spec.query_tile, num_queries)
-        return Tiles(None if order is None else order.long(), num_queries, length)
+        return Tiles(None if order is None else order.long(), num_queries, min(length, num_queries))
+
+    @property
+    def number(self) -> int:
+        """T."""
+        return -(-self.num_queries // self.length)
 
     def cut(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Tokens (B, H, N, D) as (B H T, I, W), padded with 0."""
         tokens = tokens.flatten(0, 1)
         if self.order is not None:
             tokens = tokens.transpose(0, 1).index_select(0, self.order).transpose(0, 1)
-        rows = -(-self.num_queries // self.length) * self.length
-        tiles = tokens.new_zeros(len(tokens), rows, width(tokens.shape[2]), dtype=dtype)
+        size = len(tokens), self.number * self.length, width(tokens.shape[2])
+        tiles = tokens.new_zeros(size, dtype=dtype)
         tiles[:, : self.num_queries, : tokens.shape[2]] = tokens
         return tiles.view(-1, self.length, tiles.shape[2])
 
@@ -159,7 +170,8 @@ def avq_attention(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
     """
     query = tensors.query
     output, shown = empty_tokens(query), empty_shown(query, spec.query_tile)
-    tiles = Tiles.of(tensors, spec)
+    # All queries see the same columns where no parent is refined.
+    tiles = Tiles.of(tensors, query.shape[2] if spec.num_refined == 0 else spec.query_tile)
     size = 1 if query.device.type == "cpu" else len(query)
     for start in range(0, len(query), size):
         elements = slice(start, start + size)
@@ -218,24 +230,24 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
         cells = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
         codewords = Codewords(cells - centre[:, None], means, counts, None)
 
-    num_keys = len(by_leaf) if spec.num_refined is None else 0
+    first = codewords.counts.numel()
+    key_rows = slice(first, first + (len(by_leaf) if spec.num_refined is None else 0))
     sink_key, sink_value = tensors.sink_key, tensors.sink_value
     num_sinks = 0 if sink_key is None else sink_key.shape[2]
-    first, end = codewords.counts.numel(), codewords.counts.numel() + num_keys
-    sinks = slice(end, end + len(key) * num_sinks)
-    keys, values = centre.new_zeros(2, sinks.stop + 1, width(head_dim))
+    sink_rows = slice(key_rows.stop, key_rows.stop + len(key) * num_sinks)
+    keys, values = centre.new_zeros(2, sink_rows.stop + 1, width(head_dim))
     keys[:first, :head_dim] = codewords.keys.flatten(0, 2)
     keys[:first, head_dim] = codewords.counts.flatten().to(dtype).log().clamp(min=LOG_ZERO)
     keys[-1, head_dim] = LOG_ZERO
     values[:first, :head_dim] = codewords.values.flatten(0, 2)
     if codewords.spreads is not None:
         values[:first, head_dim] = codewords.spreads.flatten()
-    if num_keys:
-        values[first:end, :head_dim], keys[first:end, :head_dim] = by_leaf.split(head_dim, dim=1)
+    if spec.num_refined is None:
+        values[key_rows, :head_dim], keys[key_rows, :head_dim] = by_leaf.split(head_dim, dim=1)
     if sink_key is not None and sink_value is not None:
-        keys[sinks, :head_dim] = (sink_key.flatten(0, 1) - centre).flatten(0, 1)
-        values[sinks, :head_dim] = sink_value.flatten(0, 2)
-    return Summary(leaves, codewords, keys, values, num_sinks, offsets, matrix)
+        keys[sink_rows, :head_dim] = (sink_key.flatten(0, 1) - centre).flatten(0, 1)
+        values[sink_rows, :head_dim] = sink_value.flatten(0, 2)
+    return Summary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
 
 
 def _means(by_leaf: Tensor, leaves: Leaves) -> tuple[Codewords, Tensor]:
@@ -243,8 +255,8 @@ def _means(by_leaf: Tensor, leaves: Leaves) -> tuple[Codewords, Tensor]:
     counts, means = _averages(by_leaf, leaves)
     values, keys = means.chunk(2, dim=-1)
     offsets = by_leaf - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.leaf)
-    distances = offsets.chunk(2, dim=-1)[1].square().sum(dim=-1, keepdim=True)
-    inside = aggregate(leaves, distances)[..., 0]
+    distances = torch.linalg.vector_norm(offsets.chunk(2, dim=1)[1], dim=1, keepdim=True)
+    inside = aggregate(leaves, distances.square_())[..., 0]
     # A leaf's keys around the mean of its cell. Moments about the centre would cancel for small
     # cells far from it.
     between = (keys[:, :, 1:] - keys[:, :, :1]).square().sum(dim=-1)
@@ -367,8 +379,9 @@ class Chosen(NamedTuple):
         rows = rows.where(place < ends[:, -1:], len(summary.keys) - 1)
         if summary.num_sinks == 0:
             return rows
-        sinks = torch.arange(-heads * summary.num_sinks, 0, device=spans.device).view(heads, -1)
-        return torch.cat([rows, sinks[head] + len(summary.keys) - 1], dim=-1)
+        sinks = summary.sink_rows
+        sinks = torch.arange(sinks.start, sinks.stop, device=spans.device).view(heads, -1)
+        return torch.cat([rows, sinks[head]], dim=-1)
 
 
 def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chosen:
@@ -376,12 +389,14 @@ def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chose
     counts = summary.codewords.counts
     if spec.num_refined == 0:
         cells = (torch.arange(counts.shape[2], device=counts.device) == 0).int()
-        return Chosen(cells.repeat(len(counts), 1, counts.shape[1]), spec.num_parents)
+        return Chosen(cells.repeat(len(counts), tiles.number, counts.shape[1]), spec.columns)
     place, is_query = tiles.deciding(spec.threshold is not None, queries.device)
     queries = queries.unflatten(0, (len(counts), -1))
-    queries = queries.gather(2, place[..., None].expand(len(counts), -1, -1, queries.shape[3]))
+    if place.shape[1] < queries.shape[2]:
+        place = place[..., None].expand(len(counts), -1, -1, queries.shape[3])
+        queries = queries.gather(2, place)
 
-    length = chunk_length(queries.device, len(counts) * place.shape[1] * counts[0].numel())
+    length = chunk_length(queries.device, len(counts) * is_query.shape[1] * counts[0].numel())
     parts = zip(queries.split(length, dim=1), is_query.split(length), strict=True)
     spans = [_spans(*part, summary, spec) for part in parts]
     return Chosen(torch.cat(spans, dim=1), spec.columns)
@@ -391,10 +406,11 @@ def _spans(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> T
     """`Chosen.spans` of tiles, from the queries (H, T, J, W) that decide; others (T, J) are
     padding."""
     counts = summary.codewords.counts
-    cells, leaves = _masses(queries, is_query, summary, of_leaves=spec.threshold is not None)
     spreads, keys = summary.codewords.spreads, counts[:, None, :, 1:].int()
     if spec.num_refined is not None:
-        score = cells if spreads is None else cells * spreads[:, None, :, 0]
+        score = _importance(queries, is_query, summary)
+        if spreads is not None:
+            score = score * spreads[:, None, :, 0]
         # topk leaves the order of ties undefined.
         ranking = score.sort(dim=-1, descending=True, stable=True).indices
         refined = torch.zeros_like(score, dtype=torch.bool)
@@ -402,7 +418,8 @@ def _spans(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> T
         of_leaves = refined[..., None].expand(*refined.shape, counts.shape[2] - 1)
         return torch.cat([~refined[..., None], of_leaves], dim=-1).flatten(2).int()
 
-    assert leaves is not None and spreads is not None  # a threshold needs means
+    assert spreads is not None  # a threshold needs means
+    cells, leaves = _masses(queries, is_query, summary)
     head_dim = summary.codewords.keys.shape[3]
     numbers = is_query.sum(dim=-1)
     size = queries[..., :head_dim].square().sum(dim=(2, 3)) / (numbers * head_dim)
@@ -418,32 +435,33 @@ def _spans(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> T
     return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)
 
 
-def _masses(
-    queries: Tensor, is_query: Tensor, summary: Summary, *, of_leaves: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Mean attention of queries to cells (H, T, M0), and perhaps to leaves (H, T, M0, 1 + C).
+def _importance(queries: Tensor, is_query: Tensor, summary: Summary) -> Tensor:
+    """Attention of queries to cells, (H, T, M0)."""
+    cells = summary.keys[: summary.codewords.counts.numel()]
+    cells = cells.unflatten(0, summary.codewords.counts.shape)[:, :, 0]
+    shares = (queries.flatten(1, 2) @ cells.mT).softmax(dim=-1).unflatten(1, is_query.shape)
+    shares[:, ~is_query] = 0
+    return shares.sum(dim=2)
 
-    The softmax denominator runs over cells, and with leaves over sinks.
+
+def _masses(queries: Tensor, is_query: Tensor, summary: Summary) -> tuple[Tensor, Tensor]:
+    """Mean attention of queries to cells (H, T, M0) and leaves (H, T, M0, 1 + C).
+
+    The softmax denominator runs over cells and sinks.
     """
     counts = summary.codewords.counts
     keys = summary.keys[: counts.numel()].unflatten(0, counts.shape)
     flat = queries.flatten(1, 2)
-    of_cells = seen = flat @ keys[:, :, 0].mT
-    if of_leaves and summary.num_sinks:
-        sinks = summary.keys[-1 - len(counts) * summary.num_sinks : -1]
-        sinks = sinks.unflatten(0, (len(counts), -1))
-        seen = torch.cat([of_cells, flat @ sinks.mT], dim=-1)
-    denominator = seen.logsumexp(dim=-1, keepdim=True)
+    logits = (flat @ keys.flatten(1, 2).mT).unflatten(-1, counts.shape[1:])
+    seen = logits[..., 0]
+    if summary.num_sinks:
+        sinks = summary.keys[summary.sink_rows].unflatten(0, (len(counts), -1))
+        seen = torch.cat([seen, flat @ sinks.mT], dim=-1)
+    denominator = seen.logsumexp(dim=-1)
     denominator.unflatten(1, is_query.shape)[:, ~is_query] = torch.inf
-
-    def mean(logits: Tensor) -> Tensor:
-        shares = (logits - denominator).exp_().unflatten(1, is_query.shape)
-        return shares.sum(dim=2) / is_query.sum(dim=-1, keepdim=True)
-
-    if not of_leaves:
-        return mean(of_cells), None
-    logits = flat @ keys[:, :, 1:].flatten(1, 2).mT
-    return mean(of_cells), mean(logits).unflatten(-1, (counts.shape[1], -1))
+    shares = logits.sub_(denominator[..., None, None]).exp_().unflatten(1, is_query.shape)
+    masses = shares.sum(dim=2) / is_query.sum(dim=-1)[:, None, None]
+    return masses[..., 0], masses[..., 1:]
 
 
 def growth(x: Tensor) -> Tensor:
