@@ -104,7 +104,7 @@ def answered(
 
 @contextmanager
 def columns_noted(model: nn.Module) -> Iterator[list[float]]:
-    """Note the `mean_columns` of every AVQ call of a model with AVQ, inside the `with` block."""
+    """Note the `mean_columns` of every AVQ call of a model, inside the `with` block."""
     noted: list[float] = []
 
     def attend_and_note(tensors: Tensors, spec: Spec, backend: str) -> Attended:
@@ -112,7 +112,8 @@ def columns_noted(model: nn.Module) -> Iterator[list[float]]:
         noted.append(mean_columns(attended))
         return attended
 
-    states = [state for layer in select_layers(model) if (state := layer.avq_state) is not None]
+    layers = [layer.avq_state for layer in select_layers(model)]
+    states = [state for state in layers if state is not None and state.function is None]
     for state in states:
         state.function = attend_and_note
     try:
