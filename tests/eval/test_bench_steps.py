@@ -134,7 +134,7 @@ def test_rows_of_a_transformer(transformer):
     exact, limit, cudnn, own, threshold, fastest = rows.values()
     assert exact["error"] == limit["error"] == 0
     assert all(row["error"] < 1e-5 for row in (own, threshold, fastest))
-    assert own["difference_from_sdpa"] > threshold["difference_from_sdpa"] > 1e-6
+    assert own["difference_from_sdpa"] > max(1e-3, threshold["difference_from_sdpa"])
     assert fastest["ms"] > 0
     assert limit["difference_from_sdpa"] > 0.01
     assert limit["over_sdpa"] == pytest.approx(limit["ms"] / exact["ms"])
@@ -185,7 +185,7 @@ def test_a_row_runs_what_its_label_says(unet, name, label, route, is_tuned):
         assert {state.route.route for state in found.values()} == {route}
     config = timed_method(name).config
     assert {replace(s.config, levels=config.levels) for s in found.values()} == {config}
-    assert {s.weights.codebook is None for s in found.values()} == {"/own" in name}
+    assert {s.weights.codebook is None for s in found.values()} == {timed_method(name).own}
     changes = {state.weights.projection_changes is not None for state in found.values()}
     assert changes == {is_tuned}
     assert method_label(name) == label
@@ -193,7 +193,7 @@ def test_a_row_runs_what_its_label_says(unet, name, label, route, is_tuned):
     expected = {layer.name for layer in select_layers(unet.network, levels)}
     exact = {layer for layer in expected if layer.startswith(f"{name.partition('-')[2]}.")}
     assert found.keys() == expected - exact
-    assert bool(exact) == ("-" in name)
+    assert bool(exact) == ("-up" in name)
 
 
 def test_a_step_that_is_wrong_gets_no_time(unet, monkeypatch):

@@ -153,12 +153,14 @@ def test_panels(table):
         ("LinFusion, distilled, level 0+1+2", 9, 20),
         ("M4, calibrated", 5.25, 20),
         ("M64P16C8/own, own", 6.75, 20),
+        ("M64C8T1e-4, own", 6.625, 20),
+        (f"{OLDER}, own", 7.25, 20),
         ("M64P16C8, distilled, level 0+1", 6.125, 22),
     ]
-    assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, *[0.5] * 6, 0]
+    assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, *[0.5] * 8, 0]
     assert {line.errors[0] for line in clip.lines} == {0}  # it has none; those are of FID
     assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
-    assert [line.y[0] for line in clip.lines] == [90, 90, 89, *[90] * 6]
+    assert [line.y[0] for line in clip.lines] == [90, 90, 89, *[90] * 8]
     assert [line.x[0] for line in clip_large.lines] == [10]
     assert [(line.x, line.y) for line in psnr.lines] == [([7.5], [40])]
     assert psnr.reference is None
