@@ -5,6 +5,7 @@ power laws. Squared effects of single layers add up. So for one multiplier, each
 threshold with the least time + multiplier x squared effect, and the multiplier decides all.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -17,9 +18,7 @@ from avq_diffusers.hosts.core import EXACT
 
 Floats: TypeAlias = NDArray[np.float64]
 # The measured thresholds, ascending.
-THRESHOLDS = (2.5e-5, 2e-4, 1.6e-3)
-# What layers may get besides exact attention: down to a quarter of the finest measured threshold.
-CHOICES = tuple(float(f"{10 ** (step / 20):.2g}") for step in range(-104, -55))
+THRESHOLDS = (2.5e-5, 1.5e-4, 1e-3)
 # Units of times; operations say little about time on a CPU, so no text speaks of a gain in them.
 MILLISECONDS, OPERATIONS = UNITS = "ms", "GFLOP"
 FASTER = "times as fast"
@@ -86,42 +85,44 @@ class Allocation:
         return f"{output}, attention {self.speedup:.2g} {FASTER}"
 
 
-def power_law(
-    thresholds: Sequence[float], measured: Floats, wanted: Sequence[float], *, rises: bool
-) -> Floats:
+def choices_of(thresholds: Sequence[float]) -> list[float]:
+    """What layers may get besides exact attention: 20 thresholds per decade, down to a quarter of
+    the finest measured one."""
+    first = math.ceil(20 * math.log10(thresholds[0] / 4))
+    last = math.floor(20 * math.log10(thresholds[-1]))
+    return [float(f"{10 ** (step / 20):.2g}") for step in range(first, last + 1)]
+
+
+def power_laws(thresholds: Sequence[float], measured: Floats, wanted: Sequence[float]) -> Floats:
     """Values at other thresholds: straight lines between logarithms, and beyond the outer ones.
 
     Args:
         thresholds: at least two, ascending.
-        measured: (..., T), a value for each. Those that break the order take their finer
-            neighbour's.
+        measured: (3, T) effects, which rise with the threshold, and columns and times, which fall;
+            one that does not takes its finer neighbour's.
         wanted: G thresholds.
-        rises: whether values rise with the threshold, as effects do, or fall, as times do.
 
     Returns:
-        (..., G).
+        (3, G).
     """
-    accumulate = np.maximum.accumulate if rises else np.minimum.accumulate
-    known, sought = np.log(thresholds), np.log(wanted)
-    values = np.log(accumulate(np.maximum(measured, _TINY), axis=-1))
-    slopes = np.diff(values) / np.diff(known)
+    effects, *costs = np.maximum(measured, _TINY)
+    values = [np.maximum.accumulate(effects), *map(np.minimum.accumulate, costs)]
+    known, sought, logs = np.log(thresholds), np.log(wanted), np.log(values)
+    slopes = np.diff(logs) / np.diff(known)
     piece = (np.searchsorted(known, sought) - 1).clip(0, len(known) - 2)
-    result: Floats = np.exp(values[..., piece] + slopes[..., piece] * (sought - known[piece]))
+    result: Floats = np.exp(logs[:, piece] + slopes[:, piece] * (sought - known[piece]))
     return result
 
 
 def allocate(times: Floats, squared: Floats, limit: float) -> NDArray[np.intp]:
-    """The fastest choices whose squared effects sum to at most `limit`.
+    """The fastest choices whose squared effects sum to at most `limit`, as indices (L,).
 
-    No other choices with as small a sum are faster than these. Where a layer's next choice is far
-    better, as exact attention can be, the sum may stay below the limit.
+    No choices with as small a sum are faster. Where a layer's next choice is far better, as exact
+    attention can be, the sum may stay below the limit.
 
     Args:
         times, squared: (L, G), time and squared effect of each layer's choices; one has no effect.
         limit: at least 0.
-
-    Returns:
-        (L,) indices of the choices.
     """
     low, high = -100.0, 100.0  # logarithms of the multiplier
 

@@ -1,9 +1,11 @@
 """Exact runs of a model on examples, with each call repeated with AVQ in some layers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +32,7 @@ from avq_diffusers.hosts.measuring.progress import Progress, Shown
 from avq_diffusers.hosts.models import models_of
 
 # Repeated calls with one layer in AVQ, over all layers.
-MOST_REPEATED = 256
+MOST_REPEATED = 512
 
 # Called after each call, with its model, what was measured in it and what repeats it.
 Visit: TypeAlias = Callable[[Hosted, list[MeasuredLayer], Repeat], None]
@@ -48,6 +50,7 @@ class ExactRuns:
     Attributes:
         start: the timestep at which the current part of the denoising begins.
         number: index of the current call, over all examples.
+        turn: which layers are measured in it.
         example: index of the current example.
         depth: nesting depth of model calls.
         trial: what the current call runs; None is exact attention.
@@ -67,6 +70,7 @@ class ExactRuns:
         **arguments: Any,
     ) -> None:
         self.pipe, self.seed, self.arguments = pipe, seed, arguments
+        self.thresholds = THRESHOLDS
         self.num_inference_steps = num_inference_steps
         self.shown, self.progress_name = progress, progress_name
         self.models = models_of(pipe)
@@ -95,12 +99,13 @@ class ExactRuns:
                 )
         # Denoising steps of a run, of which each calls the model once or more often.
         self.num_steps = num_inference_steps if self.host.has_prompts else 1
-        num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
-        num_calls = len(self.examples) * self.num_steps
-        turns = -(-len(THRESHOLDS) * num_calls * num_layers // MOST_REPEATED)
-        # A layer is measured in one of this many calls.
-        self.turns = max(1, min(turns, num_calls // self.parts))
-        self.num_layers = num_layers
+        self.num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
+        bounds = sorted({self.num_steps * part // self.parts for part in range(self.parts + 1)})
+        self.steps_of_parts = [range(*pair) for pair in pairwise(bounds)]
+        num_repeated = len(self.thresholds) * len(self.examples) * self.num_steps * self.num_layers
+        most = len(self.examples) * min(map(len, self.steps_of_parts))
+        # A layer is measured in one of this many calls of each part.
+        self.turns = max(1, min(-(-num_repeated // MOST_REPEATED), most))
         self.depth = 0
         self.trial: Trial | None = None
 
@@ -111,13 +116,22 @@ class ExactRuns:
             repeated: how often each call is repeated; None to probe the layers whose turn it is.
         """
 
-        def calls(example: int, step: int) -> int:
-            first = (example * self.num_steps + step + example) % self.turns
-            probed = len(THRESHOLDS) * len(range(first, self.num_layers, self.turns))
-            return 1 + (probed if repeated is None else repeated)
+        def calls(index: int) -> int:
+            probed = range(self.turn_of(index), self.num_layers, self.turns)
+            return 1 + (len(self.thresholds) * len(probed) if repeated is None else repeated)
 
-        numbers = range(len(self.examples))
-        return [[calls(example, step) for step in range(self.num_steps)] for example in numbers]
+        return [
+            [
+                calls(example * len(part) + step)
+                for part in self.steps_of_parts
+                for step in range(len(part))
+            ]
+            for example in range(len(self.examples))
+        ]
+
+    def turn_of(self, index: int) -> int:
+        """Which layers' turn it is in the call of this index in a part: another each round."""
+        return (index + index // self.turns) % self.turns
 
     def progress_over(self, runs: Sequence[Sequence[int]], name: str) -> Progress:
         """The progress of the runs to follow, by this name if none is given."""
@@ -135,6 +149,7 @@ class ExactRuns:
             The layers of each model.
         """
         self.start, self.number = NUM_TRAIN_TIMESTEPS, -1
+        self.numbers: Counter[int] = Counter()
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with ExitStack() as stack:
@@ -143,8 +158,7 @@ class ExactRuns:
                 layers = measured[hosted] = []
                 for number, (layer, state) in enumerate(states.items()):
                     named = replace(layer, name=hosted.prefix + layer.name)
-                    turn = number % self.turns, self.turns
-                    layers.append(MeasuredLayer(named, state, self, turn))
+                    layers.append(MeasuredLayer(named, state, self, number % self.turns))
                     state.function = layers[-1].attend
                 stack.enter_context(installed(hosted, states))
                 stack.enter_context(self._watched(hosted, partial(visit, hosted, layers)))
@@ -213,6 +227,8 @@ class ExactRuns:
                     steps = _left(self.scheduler.timesteps.tolist(), timestep)
                     self.starts = {start: start for start in starts_of_parts(steps, self.parts)}
                 self.start = at_timestep(self.starts, timestep)
+        self.turn = self.turn_of(self.numbers[self.start])
+        self.numbers[self.start] += 1
 
 
 def _left(steps: list[float], timestep: float) -> list[float]:

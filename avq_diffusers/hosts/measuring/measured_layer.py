@@ -12,7 +12,7 @@ from avq_diffusers.attention.exact import exact_attention
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core import EXACT, LayerSpec, LayerState, kept_milliseconds
-from avq_diffusers.hosts.measuring.allocation import THRESHOLDS, Floats
+from avq_diffusers.hosts.measuring.allocation import Floats
 from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured
 
 if TYPE_CHECKING:
@@ -31,12 +31,10 @@ class MeasuredLayer:
         layer: name, level and head shape.
         state: the layer's state during the measurement.
         runs: the runs.
-        turn: (i, n) measures the layer in calls i, i + n, i + 2 n and so on.
+        turn: measures the layer in the calls of this turn.
     """
 
-    def __init__(
-        self, layer: LayerSpec, state: LayerState, runs: "ExactRuns", turn: tuple[int, int]
-    ) -> None:
+    def __init__(self, layer: LayerSpec, state: LayerState, runs: "ExactRuns", turn: int) -> None:
         self.layer = LayerSpec(**layer.stored)
         self.state, self.runs, self.turn = state, runs, turn
         self.spec = state.config.spec
@@ -45,8 +43,8 @@ class MeasuredLayer:
         self.is_timed = False  # whether times are milliseconds, else billions of operations
         self.is_served = False  # whether AVQ can run in the current call
         self.is_probed = False  # whether the current call measures columns and time
-        self.seen = 0.0, 0.0  # columns and time of the last call that did
-        # Per part, a (3, T) array of squared effects, columns and times for each probed call.
+        self.seen = 0.0, 0.0  # columns and share of exact attention's time of the last one
+        # Per part, a (3, T) array of squared effects and of what was seen for each probed call.
         self.probes: dict[int, list[Floats]] = defaultdict(list)
 
     def attend(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
@@ -61,7 +59,8 @@ class MeasuredLayer:
             found = attend(tensors, tried)
             if self.is_probed and found.shown is not None:
                 columns = float(found.shown.float().sum(dim=-1).mean())
-                self.seen = columns, self._time(tensors, columns, tried)
+                time = self._time(tensors, columns, tried)
+                self.seen = columns, time / self._time(tensors, tensors.key.shape[2], None)
             return found
         exact = Attended(exact_attention(tensors), EXACT)
         if trial is None and self.runs.depth == 1:
@@ -79,13 +78,11 @@ class MeasuredLayer:
     def probe(self, repeat: Repeat) -> None:
         """Measure each threshold in the current call, if it is the layer's turn."""
         is_served, self.is_served = self.is_served, False
-        # A different step in each example, so that every part of the denoising is covered.
-        first, every = self.turn
-        if not is_served or (self.runs.number + self.runs.example) % every != first:
+        if not is_served or self.runs.turn != self.turn:
             return
         found = []
         self.is_probed = True
-        for threshold in THRESHOLDS:
+        for threshold in self.runs.thresholds:
             squared = repeat({self.layer.name: self.spec.changed(threshold=threshold)})
             found.append((squared, *self.seen))
         self.is_probed = False
@@ -106,8 +103,8 @@ class MeasuredLayer:
         every = [probe for probes in self.probes.values() for probe in probes]
         parts = {}
         for start in starts if every else ():
-            squared, columns, times = np.mean(self.probes.get(start, every), axis=0)
-            rows = (called * squared) ** 0.5, columns, called * times
+            squared, columns, shares = np.mean(self.probes.get(start, every), axis=0)
+            rows = (called * squared) ** 0.5, columns, called * self.exact_time * shares
             parts[start] = Measured(*([float(f"{x:.4g}") for x in row] for row in rows))
         return LayerEffects(self.layer, max(1, self.num_tokens), called * self.exact_time, parts)
 

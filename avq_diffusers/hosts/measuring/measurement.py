@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core import Hosted, at_timestep
-from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, THRESHOLDS, Choice
+from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, Choice
 from avq_diffusers.hosts.measuring.exact_runs import ExactRuns
 from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Repeat
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, Part
 from avq_diffusers.hosts.measuring.progress import Shown
 
 # The tolerance whose allocation is measured to correct predicted errors.
-CHECKED = 0.02
+CHECKED = 0.01
 
 # Thresholds, or exact attention, by layer name and by the timestep from which they hold.
 Plan: TypeAlias = Mapping[str, Mapping[int, Choice]]
@@ -96,7 +96,8 @@ def measure_error(
         (errors,) = _errors_of(runs, [checked.choices], len(probing))
     measured = {}
     for start, part in profile.parts.items():
-        largest, predicted = max(error[start] for error in errors), checked.errors[start]
+        largest = max(error.get(start, 0.0) for error in errors)
+        predicted = checked.errors[start]
         correction = largest / predicted if largest and predicted else 1.0
         measured[start] = replace(part, correction=float(f"{correction:.4g}"))
     return replace(profile, parts=measured)
@@ -151,13 +152,13 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
     reasons = [str(layer.state.last_call) for layer, one in found.items() if not one.parts]
     if reasons:
         warnings.warn(
-            f"AVQ serves no call of {len(reasons)} of {len(found)} layers, which stay exact: "
-            f"{', '.join(sorted({*reasons}))}.",
+            f"AVQ serves no measured call of {len(reasons)} of {len(found)} layers, which stay "
+            f"exact: {', '.join(sorted({*reasons}))}.",
             stacklevel=4,
         )
     parts = {start: Part(number / total) for start, number in starts.items()}
     unit = MILLISECONDS if any(layer.is_timed for layer in found) else OPERATIONS
-    return ErrorProfile(runs.config, tuple(found.values()), parts, THRESHOLDS, unit)
+    return ErrorProfile(runs.config, tuple(found.values()), parts, runs.thresholds, unit)
 
 
 def _errors_of(

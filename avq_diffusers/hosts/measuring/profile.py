@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +27,15 @@ from avq_diffusers.hosts.core import (
     check_specs,
 )
 from avq_diffusers.hosts.measuring.allocation import (
-    CHOICES,
     FASTER,
     MILLISECONDS,
-    THRESHOLDS,
     UNITS,
     Allocation,
     Choice,
     Floats,
     allocate,
-    power_law,
+    choices_of,
+    power_laws,
 )
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
@@ -96,14 +95,6 @@ class LayerEffects:
     parts: Mapping[int, Measured]
 
 
-class _Table(NamedTuple):
-    """Exact attention, then thresholds, in each layer and a part of the denoising, (L, 1 + G)."""
-
-    effects: Floats
-    columns: Floats
-    times: Floats
-
-
 @dataclass(frozen=True)
 class ErrorProfile:
     """The effect of every layer's attention on a model's output, for `apply_avq`.
@@ -125,34 +116,32 @@ class ErrorProfile:
     config: AVQConfig = field(repr=False)
     layers: tuple[LayerEffects, ...] = field(repr=False)
     parts: Mapping[int, Part] = field(repr=False)
-    thresholds: tuple[float, ...] = THRESHOLDS
+    thresholds: tuple[float, ...]
     unit: str = MILLISECONDS
 
     def __post_init__(self) -> None:
         rows = [part.rows for one in self.layers for part in one.parts.values()]
+        numbers = [one.exact_time for one in self.layers] + [x for row in rows for x in row.flat]
+        of_parts = [x for part in self.parts.values() for x in (part.share, part.correction)]
+        ascending = sorted({check_threshold(x) for x in self.thresholds} - {0, math.inf})
+        names = {one.layer.name for one in self.layers}
         for one in self.layers:
             check_int(f"num_tokens of {one.layer.name}", one.num_tokens, 1)
-        count = len(self.thresholds)
-        ascending = sorted({check_threshold(x) for x in self.thresholds})
-        numbers = [one.exact_time for one in self.layers]
-        numbers += [x for row in rows for x in row.flat]
-        of_parts = [x for part in self.parts.values() for x in (part.share, part.correction)]
-        for is_wrong, problem in (
-            (not self.layers, "must have a layer"),
-            (len({one.layer.name for one in self.layers}) < len(self.layers), "has a layer twice"),
-            (self.unit not in UNITS, f"must have one of the units {', '.join(UNITS)}"),
-            (max(self.parts, default=0) != NUM_TRAIN_TIMESTEPS, "must begin at timestep 1000"),
+        for holds, rule in (
+            (len(names) == len(self.layers) > 0, "layers of different names"),
+            (self.unit in UNITS, f"one of the units {', '.join(UNITS)}"),
+            (max(self.parts, default=0) == NUM_TRAIN_TIMESTEPS, "a part from timestep 1000"),
             (
-                any(one.parts and one.parts.keys() != self.parts.keys() for one in self.layers),
-                "must have the same parts in every layer",
+                all(not x.parts or x.parts.keys() == self.parts.keys() for x in self.layers),
+                "the same parts in every layer",
             ),
-            (count < 2 or ascending != [*self.thresholds], "must have two ascending thresholds"),
-            (any(row.shape != (3, count) for row in rows), "must have a number per threshold"),
-            (not all(0 <= x < _LARGEST for x in numbers), "has a number that is out of range"),
-            (not all(0 < x < _LARGEST for x in of_parts), "has a part that is out of range"),
+            (len(ascending) > 1 and ascending == [*self.thresholds], "rising thresholds"),
+            (all(x.shape == (3, len(ascending)) for x in rows), "a number for each threshold"),
+            (all(0 <= x < _LARGEST for x in numbers), "finite numbers that are not negative"),
+            (all(0 < x < _LARGEST for x in of_parts), "shares and corrections above 0"),
         ):
-            if is_wrong:
-                raise ValueError(f"an error profile {problem}.")
+            if not holds:
+                raise ValueError(f"an error profile must have {rule}.")
 
     def within(self, tolerance: float) -> Allocation:
         """The fastest thresholds with which the output error stays within a tolerance.
@@ -168,7 +157,7 @@ class ErrorProfile:
         return self._within(checked_tolerance(tolerance))
 
     def config_within(self, tolerance: float) -> AVQConfig:
-        """`within` with the same thresholds over the whole denoising, as a configuration.
+        """`within` with each layer's finest threshold over the denoising, as a configuration.
 
         For distillation, where a batch mixes timesteps from all parts of the denoising.
 
@@ -176,14 +165,14 @@ class ErrorProfile:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5, or all layers need exact attention.
         """
-        found = self._in_one_part().within(tolerance).choices
-        chosen = {name: choices[NUM_TRAIN_TIMESTEPS].spec for name, choices in found.items()}
-        exact = tuple(name for name, spec in chosen.items() if spec is None)
-        if len(exact) == len(chosen):
-            raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
-        overrides = {
-            name: {"threshold": spec.threshold} for name, spec in chosen.items() if spec is not None
+        finest = {
+            name: min(0.0 if x.spec is None else x.spec.threshold or 0.0 for x in parts.values())
+            for name, parts in self.within(tolerance).choices.items()
         }
+        exact = tuple(name for name, threshold in finest.items() if not threshold)
+        if len(exact) == len(finest):
+            raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
+        overrides = {name: {"threshold": x} for name, x in finest.items() if x}
         return replace(self.config, exact=(*self.config.exact, *exact), overrides=overrides)
 
     def taking(self, time: float) -> Allocation:
@@ -203,40 +192,21 @@ class ErrorProfile:
         return self._allocation((threshold,), dict.fromkeys(self.parts, is_served))
 
     def _within(self, tolerance: float) -> Allocation:
-        chosen = {}
+        chosen, choices = {}, choices_of(self.thresholds)
         for start, part in self.parts.items():
-            table = self._table(start, CHOICES)
-            limit = (tolerance / part.correction) ** 2
-            chosen[start] = allocate(table.times, table.effects**2, limit)
-        return self._allocation(CHOICES, chosen, tolerance)
+            effects, _, times = self._table(start, choices)
+            chosen[start] = allocate(times, effects**2, (tolerance / part.correction) ** 2)
+        return self._allocation(choices, chosen, tolerance)
 
-    def _in_one_part(self) -> "ErrorProfile":
-        """With the largest effects over the denoising, and mean times."""
-        shares = [part.share for part in self.parts.values()]
-        layers = []
-        for one in self.layers:
-            rows = np.array([one.parts[start].rows for start in self.parts if one.parts])
-            whole = {}
-            if len(rows):
-                means = np.average(rows, axis=0, weights=shares)
-                means[0] = rows[:, 0].max(axis=0)
-                whole[NUM_TRAIN_TIMESTEPS] = Measured(*means.tolist())
-            layers.append(replace(one, parts=whole))
-        part = Part(1.0, max(part.correction for part in self.parts.values()))
-        return replace(self, layers=tuple(layers), parts={NUM_TRAIN_TIMESTEPS: part})
-
-    def _table(self, start: int, thresholds: Sequence[float]) -> _Table:
-        """Exact attention, then these thresholds, in a part; AVQ takes forever where it cannot."""
-        shape = len(self.layers), 1 + len(thresholds)
-        table = _Table(np.zeros(shape), np.zeros(shape), np.full(shape, np.inf))
-        table.columns[:, 0] = [one.num_tokens for one in self.layers]
-        table.times[:, 0] = [one.exact_time for one in self.layers]
+    def _table(self, start: int, thresholds: Sequence[float]) -> Floats:
+        """Effects, columns and times, (3, L, 1 + G), of exact attention and of thresholds."""
+        table = np.zeros((3, len(self.layers), 1 + len(thresholds)))
+        table[2, :, 1:] = np.inf  # where AVQ serves no call
         for row, one in enumerate(self.layers):
-            for values, known in zip(
-                table, one.parts[start].rows if one.parts else (), strict=False
-            ):
-                rises = values is table.effects
-                values[row, 1:] = power_law(self.thresholds, known, thresholds, rises=rises)
+            table[1:, row, 0] = one.num_tokens, one.exact_time
+            if one.parts:
+                known = one.parts[start].rows
+                table[:, row, 1:] = power_laws(self.thresholds, known, thresholds)
         return table
 
     def _allocation(
@@ -250,9 +220,8 @@ class ErrorProfile:
         choices: dict[str, dict[int, Choice]] = {one.layer.name: {} for one in self.layers}
         specs = [None, *(self.config.spec.changed(threshold=x) for x in thresholds)]
         for start, part in self.parts.items():
-            rows = range(len(self.layers))
-            picked = [x[rows, chosen[start]].tolist() for x in self._table(start, thresholds)]
-            effects, columns, times = picked
+            table = self._table(start, thresholds)[:, range(len(self.layers)), chosen[start]]
+            effects, columns, times = table.tolist()
             time += part.share * math.fsum(times)
             errors[start] = part.correction * math.hypot(*effects)
             for row, parts in enumerate(choices.values()):
