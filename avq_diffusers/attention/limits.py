@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import Spec
+from avq_diffusers.config import DEFAULT_THRESHOLD, Spec
 
 HAS_TRITON = find_spec("triton") is not None
 # Triton's matmul instruction by major compute capability. Others have "mma" (Ampere, Ada, consumer
@@ -82,11 +82,13 @@ def _wide_head_dim(tensors: Tensors, spec: Spec) -> int | None:
 
 
 def kind_of_call(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
-    """Key shared by calls that need the same GPU resources.
+    """Key shared by calls that need the same GPU resources, whatever their thresholds.
 
     Args:
         tensors, spec: the checked call.
     """
+    if spec.threshold is not None:
+        spec = spec.changed(threshold=DEFAULT_THRESHOLD)
     return tensors.query.device, tensors.query.dtype, tensors.query.shape[3], spec
 
 

@@ -489,7 +489,7 @@ class TestThreshold:
         assert not reads
 
     def test_what_records_waits_for_nothing(self, unet, trials, reads, monkeypatch):
-        """Catches a wait in a CUDA graph, which fails, and columns of what only a graph computes."""
+        """Catches a wait in a CUDA graph, which fails, and columns of what it computes later."""
         apply_avq(unet, self.CONFIG.changed(threshold=math.inf))
         for module in (states, routing):
             monkeypatch.setattr(module, "is_recorded", lambda device: True)
@@ -504,7 +504,7 @@ class TestThreshold:
         """Catches a graph break, and AVQ where the usual columns take longer."""
         unet = small_unet()
         exact = predict(unet, batch=2)
-        set_break_even(apply_avq(unet, self.CONFIG), eager=1)
+        set_break_even(apply_avq(unet, self.CONFIG.changed(threshold=math.inf)), eager=1)
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
         torch.testing.assert_close(predict(compiled, batch=2), exact)
         assert differ(predict(unet, batch=2), exact)
@@ -513,7 +513,7 @@ class TestThreshold:
         torch._dynamo.reset()
 
     def test_the_columns_that_stand_for_others(self):
-        """Catches fewer columns than a layer needs, many more, and a measurement for each number."""
+        """Catches fewer columns than a layer needs, many more, and one measurement for each."""
         own, flat = Spec(), Spec(num_children=0)
         for spec in (own, flat):
             kinds = set()

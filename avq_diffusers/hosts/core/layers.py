@@ -95,8 +95,8 @@ def chosen_layers(
     """The layers at these levels that do not stay exact; arguments as in `select_layers`.
 
     Raises:
-        ValueError: no layer is at these levels, a name in `exact` matches none at these levels, no layer
-            is left, or an override matches none.
+        ValueError: no layer is at these levels, a name in `exact` matches none there, no layer is
+            left, or an override matches none.
     """
     present = sorted({layer.level for layer in layers})
     wanted = present if levels is None else levels
