@@ -35,7 +35,7 @@ STORED = partial(AVQConfig, codewords="stored")
 FLAT = STORED(num_parents=4, num_children=0, num_refined=0, query_tile=16)
 ALPHAS_CUMPROD = torch.linspace(1.0, 0.05, 1000) ** 2
 EMPTY = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(11))
-OWN = replace(CONFIG, codewords="means", num_updates=1, exact_keys=6)
+OWN = CONFIG.changed(codewords="means", num_updates=1, threshold=1e-2)
 # One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
 EXACT = STORED(
     num_parents=64,
