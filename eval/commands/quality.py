@@ -1,6 +1,7 @@
 """Similarity and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,7 +148,7 @@ def tolerance_command(
         num_probed=probed,
         num_prompts=prompts,
         size=size,
-        profile=profile.document,
+        profile=asdict(profile),
         rows=rows,
     )
     panel_plot(path.with_suffix(".png"), tolerance_panels(rows, model))

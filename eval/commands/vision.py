@@ -1,6 +1,7 @@
 """`python -m eval vision`: vision models of transformers."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -142,7 +143,7 @@ def tolerance(
         size=size,
         num_probed=probed,
         num_images=images,
-        profile=profile.document,
+        profile=asdict(profile),
         rows=rows,
     )
     profile.plot(path.with_suffix(".png"))

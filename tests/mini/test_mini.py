@@ -1,6 +1,5 @@
 """mini-sd and mini-sd3 as shipped: small, stock pipelines, trained, and close with codebooks."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
