@@ -12,7 +12,7 @@ from tiny_training import CONFIGS, RUN_CONFIG
 from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured, Part
-from avq_diffusers.mini import MINI_DISTILLED, MINI_DISTILLED_LEVEL1
+from avq_diffusers.mini import MINI_DISTILLED
 from distill.config import DistillConfig
 from distill.config_file import load_config, save_config
 
@@ -48,9 +48,8 @@ def test_the_recipe_of_sd15_is_that_of_the_paper():
     assert (config.accumulation(8), config.accumulation(1)) == (1, 8)
 
 
-@pytest.mark.parametrize("folder", [MINI_DISTILLED, MINI_DISTILLED_LEVEL1])
-def test_shipped_students_are_of_their_rows(folder):
-    shipped = AVQCodebooks.from_pretrained(folder)
+def test_the_shipped_student_is_of_its_row():
+    shipped = AVQCodebooks.from_pretrained(MINI_DISTILLED)
     training = shipped.config["training"]
     row = load_config(CONFIGS / f"{training['config']}.yaml", DistillConfig, [])
     assert shipped.avq_config == row.avq
