@@ -21,8 +21,6 @@ _CONFIGURATION = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 DEFAULT_THRESHOLD = 1e-4
-# Queries of a tile that decide its columns, and the number of queries from which not all do.
-SAMPLE, SAMPLED_FROM = 16, 4096
 SIZES = ("num_parents", "num_children")
 RESOLUTIONS = ("threshold", "num_refined")  # exactly one decides
 

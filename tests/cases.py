@@ -18,10 +18,10 @@ INPUTS = ("sink_key", "sink_value", "query_order", "key_order", "scale")
 OPTIONS = {
     "num_parents": 6,
     "num_children": 3,
+    "threshold": None,
     "num_refined": 2,
     "codewords": "stored",
     "num_updates": 0,
-    "exact_keys": 0,
     "sink_key": None,
     "sink_value": None,
     "query_tile": 16,
@@ -29,6 +29,10 @@ OPTIONS = {
     "key_order": None,
     "scale": None,
 }
+
+
+# Options of the other form, which shows some leaves of such keys and some keys of these.
+THRESHOLD = {"threshold": 0.01, "num_refined": None, "codewords": "means"}
 
 
 def make_case(

@@ -1,7 +1,9 @@
 """Floating point operations of AVQ's operators, for PyTorch's counter.
 
 As for PyTorch's own attention, only products count, two operations per multiply-add; their numbers
-follow from the shapes.
+follow from the shapes. The columns of a threshold depend on the data: counted are one per parent,
+as few as a tile has if no cell is empty, and no products that choose. The first-order term counts
+for all means, although those of a codebook have none.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ def forward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spe
         num_sinks: keys that every query sees.
         spec: options of the call.
     """
-    return _assignment(query, num_keys, spec) + 2 * _product(query, num_keys, num_sinks, spec)
+    others = _assignment(query, num_keys, spec) + _first_order(query, num_keys, spec)
+    return others + 2 * _product(query, num_sinks, spec)
 
 
 def backward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
@@ -28,13 +31,22 @@ def backward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Sp
     Args:
         query, num_keys, num_sinks, spec: as in `forward_flops`.
     """
-    return _assignment(query, num_keys, spec) + 5 * _product(query, num_keys, num_sinks, spec)
+    others = _assignment(query, num_keys, spec) + 3 * _first_order(query, num_keys, spec)
+    return others + 5 * _product(query, num_sinks, spec)
 
 
-def _product(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
+def _product(query: Sequence[int], num_sinks: int, spec: Spec) -> int:
     """One product of queries or weights with the columns that a query sees."""
-    columns = spec.num_visible + min(spec.exact_keys, num_keys) + num_sinks
-    return 2 * prod(query) * columns
+    columns = spec.num_parents if spec.columns is None else spec.columns
+    return 2 * prod(query) * (columns + num_sinks)
+
+
+def _first_order(query: Sequence[int], num_keys: int, spec: Spec) -> int:
+    """The products of values and keys inside leaves, and of their matrices with the queries."""
+    if not spec.means:
+        return 0
+    batch, heads, num_queries, dim = query
+    return 2 * batch * heads * (num_keys + num_queries) * dim**2
 
 
 def _assignment(query: Sequence[int], num_keys: int, spec: Spec) -> int:

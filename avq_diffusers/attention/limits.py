@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import Spec
+from avq_diffusers.config import DEFAULT_THRESHOLD, Spec
 
 HAS_TRITON = find_spec("triton") is not None
 # Triton's matmul instruction by major compute capability. Others have "mma" (Ampere, Ada, consumer
@@ -82,11 +82,13 @@ def _wide_head_dim(tensors: Tensors, spec: Spec) -> int | None:
 
 
 def kind_of_call(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
-    """Key shared by calls that need the same GPU resources.
+    """Key shared by calls that need the same GPU resources, whatever their thresholds.
 
     Args:
         tensors, spec: the checked call.
     """
+    if spec.threshold is not None:
+        spec = spec.changed(threshold=DEFAULT_THRESHOLD)
     return tensors.query.device, tensors.query.dtype, tensors.query.shape[3], spec
 
 
@@ -130,17 +132,6 @@ LIMITS: dict[str, dict[str, Limit]] = {
             "scale must be positive, but is {found}",
             operator.lt,
         ),
-        "exact keys": Limit(
-            (True,),
-            lambda call, spec: spec.means if spec.exact_keys else None,
-            'exact keys need codewords="means"',
-        ),
-        "visible beside exact keys": Limit(
-            1024,  # a tile sorts them
-            lambda call, spec: spec.num_visible if spec.exact_keys else None,
-            "tiles with exact keys may see {value} codewords, but see {found}",
-            operator.ge,
-        ),
         "updates of a codebook": Limit(
             (0,),
             lambda call, spec: None if call.parents is None else spec.num_updates,
@@ -180,10 +171,8 @@ LIMITS: dict[str, dict[str, Limit]] = {
     "dense": {
         "codewords": Limit(
             (True,),
-            lambda call, spec: (
-                not (spec.means or spec.num_updates or spec.exact_keys or call.sink_key is not None)
-            ),
-            "it needs stored codewords, no updates, exact keys or sink keys",
+            lambda call, spec: not (spec.means or spec.num_updates or call.sink_key is not None),
+            "it needs stored codewords, no updates and no sink keys",
         ),
         "tiles": Limit(
             (),

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.exact import keys_and_values
-from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import SAMPLE, SAMPLED_FROM, Spec
+from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, TANGENT_FROM, Tensors
+from avq_diffusers.config import Spec
 
 
 class Quantized(NamedTuple):
@@ -179,13 +179,14 @@ def resolution(
 
 
 def growth(x: Tensor) -> Tensor:
-    """exp(x) - 1, continued by its tangent from 20 on.
+    """exp(x) - 1, continued by its tangent from `TANGENT_FROM` on.
 
     Args:
         x: variances of logits, of any shape. Logits that vary a lot inside a leaf hide
             exponentially more attention than its mean shows.
     """
-    return torch.expm1(x.clamp(max=20)) + math.exp(20) * (x - 20).clamp(min=0)
+    slope = math.exp(TANGENT_FROM)
+    return torch.expm1(x.clamp(max=TANGENT_FROM)) + slope * (x - TANGENT_FROM).clamp(min=0)
 
 
 def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Tensor:

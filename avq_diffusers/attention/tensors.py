@@ -15,6 +15,9 @@ from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
+# Of a threshold: queries of a tile that decide its resolution, the number of queries from which not
+# all do, and the variance of logits from which their growth is continued by its tangent.
+SAMPLE, SAMPLED_FROM, TANGENT_FROM = 16, 4096, 20.0
 # Fields of `Tensors` with a gradient and a batch; the others are shared and constant.
 NUM_TOKENS = 5
 

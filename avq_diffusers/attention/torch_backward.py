@@ -1,37 +1,43 @@
 """Exact gradients of AVQ attention in plain PyTorch, at linear cost on every device.
 
-Query i gives codeword a the weight w_ia = n_a exp(s q_i.c_a) / sum_b n_b exp(s q_i.c_b). With d for
-gradients:
+Query i gives column a the weight w_ia = n_a exp(q_i.c_a) / sum_b n_b exp(q_i.c_b), with the scale
+in q. The spread s_a rides as one more channel of the value v_a. With d for gradients, and dr_i that
+of the spread r_i that a query sees:
 
-    delta_i = dy_i.y_i
-    dq_i = s sum_a w_ia (dy_i.v_a - delta_i) c_a
+    p_ia = dy_i.v_a + dr_i s_a,   delta_i = sum_a w_ia p_ia
+    dq_i = sum_a w_ia (p_ia - delta_i) c_a
+    dv_a = sum_i w_ia dy_i,   ds_a = sum_i w_ia dr_i,   dc_a = sum_i w_ia (p_ia - delta_i) q_i
 
-If means represent the keys, c_a and v_a are means of n_a keys and values, so
+Keys that are columns, exact keys and sinks, take dv_a and dc_a. If means represent the other keys,
+c_a and v_a are means of n_a keys and values, so these take the n_a-th part over the two codewords a
+of key j: its parent in tiles that do not refine this parent, its leaf in the other tiles. Spreads
+add 2 (k_j - c_a) ds_a / n_a.
 
-    dv_j = sum_a dv_a / n_a,   dv_a = sum_i w_ia dy_i
-    dk_j = sum_a dc_a / n_a,   dc_a = s sum_i w_ia (dy_i.v_a - delta_i) q_i
+The first-order term is g_i C q_i with g_i = r_i / (1 + r_i t_i) and t_i = |q_i|^2 / D:
 
-over the two codewords a of key j: its parent in tiles that do not refine this parent, its leaf in
-the other tiles.
+    dg_i = dy_i.C q_i,   dr_i = dg_i / (1 + r_i t_i)^2,   dC = sum_i g_i dy_i q_i^T
+    dq_i += g_i C^T dy_i - 2 g_i^2 dg_i q_i / D
 
-If codewords represent the keys, key gradients are straight-through (paper, section Method):
+C = A / S, with A = sum_j e_j d_j^T and S = sum_j |d_j|^2 of the offsets e_j and d_j of values and
+keys to the means of their leaves. Derivatives of means vanish:
 
-    dk_j = s sum_a sum_i w_ia / n_a (dy_i.v_j - delta_i) q_i
+    dA = dC / S,   dS = -<dC, C> / S,   dv_j += dA d_j,   dk_j += dA^T e_j + 2 dS d_j
 
-This is affine in v_j, so each codeword stores the moments sum_i w_ia / n_a [1, s q_i] [dy_i,
+If stored codewords represent the keys, key gradients are straight-through (paper, section Method):
+
+    dk_j = sum_a sum_i w_ia / n_a (dy_i.v_j - delta_i) q_i
+
+This is affine in v_j, so each codeword stores the moments sum_i w_ia / n_a [q_i, 1] [dy_i,
 delta_i]^T, at O(N M D^2), for its keys to read.
 
-Exact keys and sink keys are means of one key: they store the first two sums themselves.
+The choice of columns is a constant, which the code of `torch_forward` recomputes. After a forward
+pass by the kernels, it may choose differently between nearly equal scores; so means in half
+precision have a backward pass by kernels, too (`triton.gradients`).
 
-The choice of parents and exact keys is a constant, which the code of `torch_forward` recomputes.
-After a forward pass by the kernels, it may choose differently between parents with nearly equal
-scores; so means in half precision have a backward pass by kernels, too (`triton.gradients`).
-
-Shapes: as in `torch_forward`, with L numbers per codeword for its keys to read.
+Shapes: as in `torch_forward`, with L numbers per row that gradients are summed in.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,13 +46,15 @@ from torch import Tensor
 
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.torch_forward import (
+    Leaves,
     Summary,
-    cut_tiles,
+    Tiles,
+    choose,
     empty_tokens,
-    gather_rows,
     summarize,
-    tiles_and_columns,
-    write_tiles,
+    take,
+    tile_queries,
+    width,
 )
 from avq_diffusers.codebook.assignment import (
     across_heads,
@@ -71,7 +79,8 @@ def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
     flops per query."""
     head_dim = tensors.query.shape[3]
     dense = 14 * tensors.key.shape[2] * head_dim
-    linear = 12 * spec.num_visible * head_dim + 2 * spec.num_visible * head_dim**2
+    assert spec.columns is not None  # stored codewords have no threshold
+    linear = 12 * spec.columns * head_dim + 2 * spec.columns * head_dim**2
     is_cpu = tensors.query.device.type == "cpu"
     return dense < (DENSE_SPEED_CPU if is_cpu else DENSE_SPEED) * linear
 
@@ -104,10 +113,10 @@ def gradients(
         empty_tokens(x) if needed and x is not None else None
         for x, needed in zip(tensors.tokens(), needs_grad, strict=True)
     ]
-    width = _moments_of(spec).width(head_dim, grads[1] is not None, grads[2] is not None)
-    table_elements = heads * spec.num_parents * (2 + spec.num_children) * max(1, width)
-    if spec.exact_keys:
-        table_elements += heads * num_keys * 2 * head_dim
+    channels = 2 * width(head_dim) if spec.means else (1 + head_dim) ** 2
+    table_elements = heads * spec.num_parents * (2 + spec.num_children) * channels
+    if spec.num_refined is None:
+        table_elements += heads * num_keys * channels
     size = min(batch, chunk_length(grad_output.device, table_elements, ELEMENTS))
     for start in range(0, batch, size):
         elements = slice(start, min(start + size, batch))
@@ -120,231 +129,239 @@ def _write_gradients(
     grad_output: Tensor, tensors: Tensors, spec: Spec, grads: Sequence[Tensor | None]
 ) -> None:
     """Write the token gradients of a chunk of batch elements."""
-    grad_query, grad_key, grad_value, grad_sink_key, grad_sink_value = grads
-    summary = summarize(tensors, spec)
-    moments = _moments_of(spec)(summary, grad_key, grad_value)
-    of_sinks = None
-    if summary.sinks is not None:
-        needs_grad = grad_sink_key is not None, grad_sink_value is not None
-        of_sinks = _KeySums(summary.sinks.keys, *needs_grad)
-    _query_gradients(grad_output, tensors, summary, spec, grad_query, moments, of_sinks)
-    moments.write(summary.leaf, tensors.value.flatten(0, 1))
-    if of_sinks is not None:
-        for grad, sums in ((grad_sink_value, of_sinks.values), (grad_sink_key, of_sinks.keys)):
-            if grad is not None:
-                grad.copy_(sums.view(grad.shape))
+    grad_query, grad_key, grad_value, *grad_sinks = grads
+    of_key, of_value, of_sink_key, of_sink_value = (x is not None for x in grads[1:])
+    summary, tiles = summarize(tensors, spec), Tiles.of(tensors, spec.query_tile)
+    queries = tile_queries(tensors, tiles, summary)
+    grad_tiles, grad_queries = tiles.cut(grad_output, queries.dtype), torch.empty_like(queries)
+    term = moments = None
+    if summary.matrix is not None:
+        term = _FirstOrder(summary.matrix, queries, grad_tiles)
+    if spec.means:
+        # Gradients of spreads ride with those of values.
+        rides = of_key and term is not None
+        sums = _Sums(summary, of_key or of_sink_key, of_value or of_sink_value or rides)
+    else:
+        sums = _Sums(summary, of_sink_key, of_sink_value)
+        moments = _Moments(summary, of_key, of_value)
 
+    tile, channels = queries.shape[1:]
+    of_moments = 0 if moments is None else moments.sums.shape[1]
 
-def _query_gradients(
-    grad_output: Tensor,
-    tensors: Tensors,
-    summary: Summary,
-    spec: Spec,
-    grad_query: Tensor | None,
-    moments: "_Moments",
-    of_sinks: "_KeySums | None",
-) -> None:
-    """Write the query gradients (B, H, N, D) and accumulate those of keys."""
-    scale = tensors.scale
-    grad_output = grad_output.flatten(0, 1)
-    heads, num_queries, head_dim = grad_output.shape
-    query_tile = min(spec.query_tile, num_queries)
-    num_columns = spec.num_visible + summary.num_single
-    moment_elements = (spec.num_visible + query_tile) * moments.sums.shape[-1]
-    moment_elements += summary.num_single * 2 * head_dim
-    tile_elements = moment_elements + 4 * num_columns * query_tile + 2 * num_columns * head_dim
-    num_tiles = chunk_length(grad_output.device, heads * tile_elements, ELEMENTS)
-    for order, query_tiles, columns in tiles_and_columns(tensors, summary, spec, num_tiles):
-        tiles = scale * query_tiles.transpose(0, 1)
-        grads = cut_tiles(grad_output, order, query_tile, tiles.dtype).transpose(0, 1)
+    def elements(columns: int) -> int:
+        return 4 * tile * columns + (4 * channels + of_moments) * (tile + columns)
 
-        # (T, H, I, K)
-        logits = tiles @ columns.keys.mT + columns.log_counts[..., None, :]
-        weights = logits.softmax(dim=-1)
-        products = grads @ columns.values.mT
-        delta = (weights * products).sum(dim=-1, keepdim=True)
+    chosen = choose(queries, summary, tiles, spec)
+    for pairs, rows in chosen.lists(summary, elements, ELEMENTS):
+        keys, values = take(summary.keys, rows), take(summary.values, rows)
+        weights = (queries[pairs] @ keys.mT).softmax(dim=-1)
+        if term is not None:
+            term.write_grad_seen(pairs, weights, values)
+        found = _Attended.of(queries[pairs], grad_tiles[pairs], weights, values)
         if grad_query is not None:
-            grad_logits = weights * (products - delta)
-            grad_tiles = scale * grad_logits @ columns.keys
-            write_tiles(grad_query, grad_tiles.transpose(0, 1), order)
-        found = _Tiles(tiles, grads, weights, products, delta)
-        of_keys = moments.of_keys
-        if moments.sums.shape[-1]:
-            part = found.part(slice(spec.num_visible))
-            counts = gather_rows(summary.table.counts, columns.visible).clamp(min=1)
-            per_key = part._replace(weights=part.weights / counts[..., None, :])
-            _add_rows(moments.sums, columns.visible, moments.of_tiles(per_key))
-        if of_keys is not None and columns.key_rows is not None and of_keys.sums.shape[-1]:
-            stop = spec.num_visible + columns.key_rows.shape[-1]
-            part = found.part(slice(spec.num_visible, stop))
-            _add_rows(of_keys.sums, columns.key_rows, of_keys.of_tiles(part))
-        if of_sinks is not None and of_sinks.sums.shape[-1]:
-            part = found.part(slice(num_columns - of_sinks.sums.shape[1], num_columns))
-            of_sinks.sums += of_sinks.of_tiles(part).sum(dim=0)
+            grad_queries[pairs] = found.grad_logits @ keys
+        if moments is None:
+            sums.add(rows, found)
+        else:
+            moments.add(rows[:, : spec.columns], found.part(slice(spec.columns)))
+            sums.add(rows[:, spec.columns :], found.part(slice(spec.columns, None)))
+
+    if grad_query is not None:
+        if term is not None:
+            term.add_to(grad_queries)
+        head_dim = grad_query.shape[3]
+        tiles.write(grad_query, tensors.scale * grad_queries[..., :head_dim])
+    by_leaf: Sequence[Tensor | None]
+    if moments is None:
+        by_leaf = _through_means(summary, sums, term, of_key, of_value)
+    else:
+        by_leaf = moments.gradients(tensors.value.flatten(0, 1))
+    for grad, found_grad in zip((grad_key, grad_value), by_leaf, strict=True):
+        if grad is not None and found_grad is not None:
+            _write_by_leaf(grad, found_grad, summary.leaves)
+    for grad, of_rows in zip(grad_sinks, (sums.keys, sums.values), strict=True):
+        if grad is not None and of_rows is not None:
+            grad.copy_(of_rows[summary.sink_rows, : grad.shape[3]].reshape(grad.shape))
 
 
-def _moments_of(spec: Spec) -> "type[_Moments]":
-    return _MeanMoments if spec.means else _StraightThroughMoments
+class _Attended(NamedTuple):
+    """What the gradients of the columns of G pairs are sums of."""
 
+    queries: Tensor  # (G, I, W)
+    grads: Tensor  # (G, I, W) of outputs and seen spreads
+    weights: Tensor  # (G, I, K)
+    delta: Tensor  # (G, I, 1)
+    grad_logits: Tensor  # (G, I, K)
 
-def _add_rows(sums: Tensor, rows: Tensor, found: Tensor) -> None:
-    """Add `found` (T, H, K, L), from T tiles, to `rows` (T, H, K) of the sums (all rows, L).
+    @staticmethod
+    def of(queries: Tensor, grads: Tensor, weights: Tensor, values: Tensor) -> "_Attended":
+        products = grads @ values.mT
+        delta = (weights * products).sum(dim=-1, keepdim=True)
+        return _Attended(queries, grads, weights, delta, products.sub_(delta).mul_(weights))
 
-    A tile only repeats a row where it adds 0, so the order of additions is fixed.
-    """
-    for tile_rows, added in zip(rows.flatten(1), found.flatten(1, 2), strict=True):
-        sums.index_add_(0, tile_rows, added)
-
-
-class _Tiles(NamedTuple):
-    """The inputs for the gradients of a query tile's columns."""
-
-    queries: Tensor  # (T, H, I, D), scaled
-    grads: Tensor  # (T, H, I, D) of the output
-    weights: Tensor  # (T, H, I, K) of the columns
-    products: Tensor  # (T, H, I, K) of `grads` and values
-    delta: Tensor  # (T, H, I, 1)
-
-    def part(self, columns: slice) -> "_Tiles":
+    def part(self, columns: slice) -> "_Attended":
         """The same for some columns."""
-        parts = self.weights[..., columns], self.products[..., columns]
-        return _Tiles(self.queries, self.grads, *parts, self.delta)
-
-    def mean_gradients(self, for_key: bool, for_value: bool) -> Tensor:
-        """Gradients of the values, then the keys, of columns (T, H, K), where needed."""
-        of_values = [self.weights.mT @ self.grads] if for_value else []
-        if not for_key:
-            return of_values[0]
-        of_keys = (self.weights * (self.products - self.delta)).mT @ self.queries
-        return torch.cat([*of_values, of_keys], dim=-1)
+        weights, grad_logits = self.weights[..., columns], self.grad_logits[..., columns]
+        return self._replace(weights=weights, grad_logits=grad_logits)
 
 
-class _KeySums:
-    """Gradients of keys that take part as themselves.
+class _FirstOrder:
+    """The gradients of the first-order term."""
 
-    sums: (..., L), for values, then for keys, D each where needed.
-    """
+    def __init__(self, matrix: Tensor, queries: Tensor, grads: Tensor) -> None:
+        head_dim = matrix.shape[1]
+        self.matrix, self.grads = matrix, grads
+        self.queries = queries[..., :head_dim]
+        self.size = self.queries.square().mean(dim=-1, keepdim=True)
+        self.pulled = self._of_heads(grads[..., :head_dim]) @ matrix
+        self.pulled = self.pulled.view(self.queries.shape)
+        self.grad_share = (self.pulled * self.queries).sum(dim=-1, keepdim=True)
+        self.seen = torch.empty_like(self.size)
 
-    def __init__(self, keys: Tensor, for_key: bool, for_value: bool) -> None:
-        self.for_key, self.for_value = for_key, for_value
-        self.head_dim = keys.shape[-1]
-        self.sums = keys.new_zeros(*keys.shape[:-1], (for_key + for_value) * self.head_dim)
+    def _of_heads(self, tokens: Tensor) -> Tensor:
+        """Tokens (H T, I, D) as (H, T I, D)."""
+        return tokens.unflatten(0, (len(self.matrix), -1)).flatten(1, 2)
+
+    def write_grad_seen(self, pairs: Tensor | slice, weights: Tensor, values: Tensor) -> None:
+        """Write the gradients of the spreads that queries see into the channel of spreads."""
+        head_dim = self.matrix.shape[1]
+        spreads = slice(head_dim, head_dim + 1)
+        seen = weights @ values[..., spreads]
+        self.seen[pairs] = seen
+        guard = 1 + seen * self.size[pairs]
+        self.grads[pairs, :, spreads] = self.grad_share[pairs] / guard.square()
 
     @property
-    def values(self) -> Tensor:
-        return self.sums[..., : self.head_dim]
+    def share(self) -> Tensor:
+        """(H T, I, 1), by which C q counts."""
+        return self.seen / (1 + self.seen * self.size)
 
-    @property
-    def keys(self) -> Tensor:
-        return self.sums[..., -self.head_dim :]
+    def add_to(self, grad_queries: Tensor) -> None:
+        """Add the gradient of queries (H T, I, W)."""
+        head_dim, share = self.matrix.shape[1], self.share
+        of_size = share.square() * self.grad_share * (2 / head_dim)
+        grad_queries[..., :head_dim] += share * self.pulled - of_size * self.queries
 
-    def of_tiles(self, tiles: _Tiles) -> Tensor:
-        """What tiles add for their keys, (T, H, K, L)."""
-        return tiles.mean_gradients(self.for_key, self.for_value)
-
-
-class _Moments(ABC):
-    """What each codeword accumulates for its keys, over all tiles.
-
-    sums: (H M0 (2 + C), L).
-    of_keys: gradients of keys where they are exact; None without exact keys.
-    """
-
-    def __init__(
-        self, summary: Summary, grad_key: Tensor | None, grad_value: Tensor | None
-    ) -> None:
-        self.grad_key, self.grad_value = grad_key, grad_value
-        self.needed = grad_key is not None, grad_value is not None
-        self.of_keys = None
-        if summary.by_leaf is not None:
-            self.of_keys = _KeySums(summary.by_leaf.keys, *self.needed)
-        codewords = summary.table.codewords
-        self.shape = codewords.shape[:3]
-        width = self.width(codewords.shape[3], *self.needed)
-        self.sums = codewords.new_zeros(self.shape.numel(), width)
-
-    @staticmethod
-    @abstractmethod
-    def width(head_dim: int, for_key: bool, for_value: bool) -> int:
-        """L, for the needed gradients."""
-
-    @abstractmethod
-    def of_tiles(self, tiles: _Tiles) -> Tensor:
-        """What tiles add to the codewords they see, (T, H, V, L); weights are per key."""
-
-    @abstractmethod
-    def write(self, leaf: Tensor, value: Tensor) -> None:
-        """Write the gradients of keys and values."""
-
-    def of_leaves(self) -> Tensor:
-        """(H M0 (1 + C), L) for each leaf: the sum over the two codewords of its keys."""
-        sums = self.sums.unflatten(0, self.shape)
-        return (sums[:, :, 1:] + sums[:, :, :1]).flatten(0, 2)
-
-    def pieces(self, leaf: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of keys, with the rows of `of_leaves` for their leaves."""
-        heads, num_parents, per_cell = self.shape
-        leaf = across_heads(leaf, num_parents * (per_cell - 1))
-        chunk = chunk_length(leaf.device, heads * self.sums.shape[-1], ELEMENTS)
-        for start in range(0, leaf.shape[1], chunk):
-            part = slice(start, start + chunk)
-            yield part, leaf[:, part].flatten()
-
-    def put(self, grad: Tensor, part: slice, of_leaves: Tensor) -> None:
-        """Write a slice of a gradient: through the leaves, (H keys, D), plus where keys are
-        exact."""
-        target = grad[:, :, part]
-        if self.of_keys is not None:
-            sums = self.of_keys.keys if grad is self.grad_key else self.of_keys.values
-            of_keys = sums.unflatten(0, (-1, self.shape[0]))[part].transpose(0, 1)
-            of_leaves = of_leaves.view(of_keys.shape) + of_keys
-        target.copy_(of_leaves.view(target.shape))
+    def grad_matrix(self) -> Tensor:
+        """(H, D, D)."""
+        grads = self.share * self.grads[..., : self.matrix.shape[1]]
+        return self._of_heads(grads).mT @ self._of_heads(self.queries)
 
 
-class _MeanMoments(_Moments):
-    """Gradients of mean values and mean keys: L = D for each needed one."""
+class _Sums:
+    """Gradients of the rows of the table, (rows, W) each; None where none is needed."""
 
-    @staticmethod
-    def width(head_dim: int, for_key: bool, for_value: bool) -> int:
-        return (for_key + for_value) * head_dim
+    def __init__(self, summary: Summary, for_keys: bool, for_values: bool) -> None:
+        self.keys = torch.zeros_like(summary.keys) if for_keys else None
+        self.values = torch.zeros_like(summary.values) if for_values else None
 
-    def of_tiles(self, tiles: _Tiles) -> Tensor:
-        return tiles.mean_gradients(*self.needed)
+    def add(self, rows: Tensor, found: _Attended) -> None:
+        """Add the gradients of columns (G, K), which are these rows."""
+        if self.keys is not None:
+            _add_rows(self.keys, rows, found.grad_logits.mT @ found.queries)
+        if self.values is not None:
+            _add_rows(self.values, rows, found.weights.mT @ found.grads)
 
-    def write(self, leaf: Tensor, value: Tensor) -> None:
-        targets = [grad for grad in (self.grad_value, self.grad_key) if grad is not None]
-        if not targets:
+
+def _add_rows(sums: Tensor, rows: Tensor, added: Tensor) -> None:
+    """Add (G, K, L) to rows (G, K) of the sums (all rows, L), in a fixed order."""
+    if sums.device.type == "cpu":
+        sums.index_add_(0, rows.flatten(), added.flatten(0, 1))
+    else:  # where index_add_ uses unordered atomics, and this sorts
+        sums.index_put_((rows.flatten(),), added.flatten(0, 1), accumulate=True)
+
+
+def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
+    """What a key of each leaf takes, (H, M0, 1 + C, L), from the two codewords (H R, L) that it is
+    part of."""
+    shares = sums.unflatten(0, counts.shape) / counts.clamp(min=1)[..., None]
+    return shares[:, :, 1:] + shares[:, :, :1]
+
+
+def _through_means(
+    summary: Summary, sums: _Sums, term: _FirstOrder | None, for_keys: bool, for_values: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of keys and values (H S, D), leaf by leaf."""
+    grad_keys = _of_sums(summary, sums.keys) if for_keys else None
+    grad_values = _of_sums(summary, sums.values) if for_values else None
+    if term is None or not (for_keys or for_values):
+        return grad_keys, grad_values
+    codewords = summary.codewords
+    heads, head_dim = len(term.matrix), term.matrix.shape[1]
+    value_offsets, key_offsets = summary.offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
+    variance = key_offsets.square().sum(dim=(1, 2))[:, None, None]
+    grad_matrix = term.grad_matrix() / variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    if grad_values is not None:
+        grad_values += (key_offsets @ grad_matrix.mT).flatten(0, 1)
+    if grad_keys is not None:
+        grad_keys += (value_offsets @ grad_matrix).flatten(0, 1)
+        of_spreads = sums.values[: codewords.counts.numel(), head_dim, None]
+        of_spreads = 2 * of_spreads.unflatten(0, codewords.counts.shape)
+        of_spreads /= codewords.counts.clamp(min=1)[..., None]
+        # A key's offset to its cell is that to its leaf and that of its leaf.
+        of_cells, of_leaves = of_spreads[:, :, :1], of_spreads[:, :, :1] + of_spreads[:, :, 1:]
+        between = of_cells * (codewords.keys[:, :, 1:] - codewords.keys[:, :, :1])
+        of_leaves -= 2 * (grad_matrix * term.matrix).sum(dim=(1, 2))[:, None, None, None]
+        shares = torch.cat([of_leaves, between], dim=-1).flatten(0, 2)
+        shares = shares.index_select(0, summary.leaves.leaf)
+        grad_keys += shares[:, :1] * key_offsets.flatten(0, 1) + shares[:, 1:]
+    return grad_keys, grad_values
+
+
+def _of_sums(summary: Summary, sums: Tensor) -> Tensor:
+    """Gradients (H S, D), leaf by leaf, of what became means and rows of the table (rows, W)."""
+    counts, head_dim = summary.codewords.counts, summary.codewords.keys.shape[3]
+    of_leaves = _of_leaves(sums[: counts.numel(), :head_dim], counts).flatten(0, 2)
+    found = of_leaves.index_select(0, summary.leaves.leaf)
+    keys = sums[summary.key_rows, :head_dim]
+    return found + keys if len(keys) else found
+
+
+class _Moments:
+    """What stored codewords accumulate for their keys: sum_i w_ia [q_i, 1] [dy_i, delta_i]^T, of
+    the rows for keys, D, and for values, one."""
+
+    def __init__(self, summary: Summary, for_keys: bool, for_values: bool) -> None:
+        self.summary, self.needed = summary, (for_keys, for_values)
+        codewords = summary.codewords.keys
+        head_dim = codewords.shape[3]
+        self.rows = slice(0 if for_keys else head_dim, head_dim + for_values)
+        width = (self.rows.stop - self.rows.start) * (1 + head_dim)
+        self.sums = codewords.new_zeros(codewords.shape[:3].numel(), width)
+
+    def add(self, rows: Tensor, found: _Attended) -> None:
+        """Add what columns (G, K), which are these codewords, see."""
+        if self.sums.shape[1] == 0:
             return
-        columns = self.of_leaves().chunk(len(targets), dim=-1)
-        for part, rows in self.pieces(leaf):
-            for grad, of_leaves in zip(targets, columns, strict=True):
-                self.put(grad, part, of_leaves.index_select(0, rows))
+        head_dim = self.summary.codewords.keys.shape[3]
+        left = found.queries[..., self.rows, None]
+        right = torch.cat([found.grads[..., :head_dim], found.delta], dim=-1)[..., None, :]
+        _add_rows(self.sums, rows, found.weights.mT @ (left * right).flatten(-2))
+
+    def gradients(self, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of keys and values (H S, D), leaf by leaf; `value` is (H, S, D)."""
+        leaves, head_dim = self.summary.leaves, value.shape[2]
+        by_leaf = leaves.sorted(value.to(self.sums.dtype))
+        grad_keys, grad_values = (
+            torch.empty_like(by_leaf) if needed else None for needed in self.needed
+        )
+        of_leaves = _of_leaves(self.sums, self.summary.codewords.counts)
+        of_leaves = of_leaves.flatten(0, 2).unflatten(-1, (-1, 1 + head_dim))
+        length = chunk_length(value.device, max(1, self.sums.shape[1]), ELEMENTS)
+        for start in range(0, len(by_leaf), length):
+            part = slice(start, start + length)
+            leaf = leaves.leaf[part]
+            if grad_values is not None:
+                grad_values[part] = of_leaves[:, -1, :head_dim].index_select(0, leaf)
+            if grad_keys is not None:
+                matrices = of_leaves[:, :head_dim].index_select(0, leaf)
+                values = F.pad(by_leaf[part], (0, 1), value=-1)[..., None]
+                grad_keys[part] = (matrices @ values)[..., 0]
+        return grad_keys, grad_values
 
 
-class _StraightThroughMoments(_Moments):
-    """sum_i w_ia / n_a [1, s q_i] [dy_i, delta_i]^T: one row for values, D for keys."""
-
-    @staticmethod
-    def width(head_dim: int, for_key: bool, for_value: bool) -> int:
-        return (for_value + for_key * head_dim) * (1 + head_dim)
-
-    def of_tiles(self, tiles: _Tiles) -> Tensor:
-        head_dim = tiles.queries.shape[-1]
-        for_key, for_value = self.needed
-        rows = slice(0 if for_value else 1, 1 + head_dim if for_key else 1)
-        left = F.pad(tiles.queries, (1, 0), value=1)[..., rows, None]
-        right = torch.cat([tiles.grads, tiles.delta], dim=-1)[..., None, :]
-        return tiles.weights.mT @ (left * right).flatten(-2)
-
-    def write(self, leaf: Tensor, value: Tensor) -> None:
-        head_dim = value.shape[-1]
-        if self.grad_key is None and self.grad_value is None:
-            return
-        moments = self.of_leaves().unflatten(-1, (-1, 1 + head_dim))
-        for part, rows in self.pieces(leaf):
-            if self.grad_value is not None:
-                self.put(self.grad_value, part, moments[:, 0, :-1].index_select(0, rows))
-            if self.grad_key is not None:
-                values = F.pad(value[:, part].to(moments.dtype), (0, 1), value=-1)
-                matrices = moments[:, -head_dim:].index_select(0, rows)
-                self.put(self.grad_key, part, matrices @ values.reshape(-1, 1 + head_dim, 1))
+def _write_by_leaf(grad: Tensor, by_leaf: Tensor, leaves: Leaves) -> None:
+    """Write a gradient (B, H, S, D) that is known leaf by leaf, (B H S, D)."""
+    tokens = torch.empty_like(by_leaf).index_copy_(0, leaves.rows, by_leaf)
+    batch, heads, num_keys, _ = grad.shape
+    grad.copy_(tokens.view(num_keys, batch, heads, -1).permute(1, 2, 0, 3))

@@ -1,25 +1,33 @@
-"""AVQ attention in plain PyTorch, at O(M N) on every device.
+"""AVQ attention in plain PyTorch, at linear cost on every device.
 
-Each leaf's keys are summarized once, by their count n and the mean of their values. Every query
-tile attends to all parents and to the children of the parents that it refines:
+Each cell and leaf is summarized once, by its count n, what represents its keys, the mean of their
+values and the variance of its keys. Every query tile attends to a list of columns: codewords, which
+are cells or leaves, the keys of exact leaves, and sinks. A column a has a key c_a, a value v_a, a
+count n_a (1 for a key) and a spread s_a (0 for a key):
 
-    y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)
+    y = sum_a n_a exp(s q.c_a) v_a / sum_a n_a exp(s q.c_a)
 
-A tile refines the parents with the largest importance, or importance times spread if means
-represent the keys. A refined parent stands only for the keys that stay with it, so this matches the
-definition for any codebook. Exact keys and sink keys are further columns, of one key each; a leaf
-whose keys are exact stands for none. There are no atomics and no data-dependent shapes: every run
-gives the same bits, and the host never waits for the device. Half precision is computed in float32.
+All columns are rows of one table. Its keys carry log n_a as one more channel, which meets a 1 in
+the queries, and its values the spread, so one attention gives y and the spread r that a query sees.
+With the matrix C of a head, the first-order term r / (1 + r |s q|^2 / D) C s q follows.
+
+A refined cell stands only for the keys that stay with it, so this matches the definition for any
+codebook. With `num_refined` all tiles have as many columns. With a threshold their numbers depend
+on the data: the host waits once per call to read them, sorts the tiles by their number of columns
+and attends to similar ones together. There are no atomics: every run gives the same bits. Half
+precision is computed in float32.
 
 On a CPU, batch elements run one after another, to stay in cache; elsewhere all at once, to save
 launches.
 
 Shapes: H heads (of all batch elements in a chunk), N queries, S keys, D head dim, M0 parents, C
-children, P refined parents, T query tiles of I queries, V = M0 + P C visible codewords, E exact
-keys, K columns.
+children, T query tiles of I queries, R = M0 (2 + C) codewords, G pairs of a head and a tile, K
+columns, W channels of a row.
 """
 
-from collections.abc import Iterator
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.own_codewords import codewords_and_leaves
-from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.codebook.assignment import across_heads, centre_of, chunk_length
+from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, TANGENT_FROM, Tensors
+from avq_diffusers.codebook.assignment import ELEMENTS, across_heads, centre_of, chunk_length
 from avq_diffusers.config import Spec
 
 # Longest run of values summed serially.
@@ -37,87 +45,147 @@ RUN = 256
 # Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
 LOG_ZERO = -1e30
 
-
-class CodewordTable(NamedTuple):
-    """The codewords a tile can see. Per parent: one entry for all its keys, one for the keys that
-    stay, one per child."""
-
-    centre: Tensor  # (H, 1, D), subtracted from all keys and codewords
-    codewords: Tensor  # (H, M0, 2 + C, D), representing the keys
-    mean_values: Tensor  # (H, M0, 2 + C, D)
-    counts: Tensor  # (H, M0, 2 + C) int64
-    log_counts: Tensor  # (H, M0, 2 + C), at least `LOG_ZERO`
-    # (H, M0), the variance of a cell's keys: their mean squared distance to their mean. None if
-    # stored codewords represent the keys.
-    spreads: Tensor | None
+# Share of the longest list of columns that lists padded to its length have at least.
+SIMILAR = 0.75
 
 
-class KeysByLeaf(NamedTuple):
-    """The keys that can be exact in a query tile, leaf by leaf."""
-
-    most: int  # keys per tile, E
-    keys: Tensor  # (S H, D)
-    values: Tensor  # (S H, D)
-    rows: Tensor  # (H S,) rows of `keys`, sorted by leaf
-    starts: Tensor  # (H, M0, 2 + C), start of a codeword's keys in `rows`
-    # (H, M0, 2 + C), at least `LOG_ZERO`: weight of a key's importance, the squared spread of the
-    # codeword's keys.
-    log_weights: Tensor
-
-
-class SortedLeaves(NamedTuple):
+class Leaves(NamedTuple):
     """The keys of all heads, leaf by leaf."""
 
     rows: Tensor  # (H S,) rows of tokens (S H, ...)
+    leaf: Tensor  # (H S,) leaf of each, numbered over heads
     edges: Tensor  # (H M0 (1 + C) + 1,), bounds of the leaves in `rows`
     shape: tuple[int, int, int]  # (H, M0, 1 + C)
 
+    def sorted(self, tokens: Tensor) -> Tensor:
+        """Tokens (H, S, F) as (H S, F), leaf by leaf."""
+        return tokens.transpose(0, 1).flatten(0, 1).index_select(0, self.rows)
 
-class Sinks(NamedTuple):
-    """The keys (H, any number, D) that every query attends to exactly, and their values."""
 
-    keys: Tensor
-    values: Tensor
+class Codewords(NamedTuple):
+    """Of every parent: its whole cell, what stays with it, its children.
+
+    With means, the keys are around the centre of their head.
+    """
+
+    keys: Tensor  # (H, M0, 2 + C, D)
+    values: Tensor  # (H, M0, 2 + C, D), means
+    counts: Tensor  # (H, M0, 2 + C) int64
+    # (H, M0, 2 + C), the variance of the keys; None if stored codewords represent the keys.
+    spreads: Tensor | None
 
 
 class Summary(NamedTuple):
-    """What the queries of a chunk of batch elements attend to."""
+    """What the queries of a chunk of batch elements attend to.
 
-    leaf: Tensor  # (H, S) from `nearest_leaves`
-    table: CodewordTable  # the codewords
-    by_leaf: KeysByLeaf | None  # the keys that can be exact; None without exact keys
-    sinks: Sinks | None  # None without sink keys
+    Attributes:
+        keys, values: (rows, W), the table: codewords (H R), with a threshold the keys leaf by leaf
+            (H S), sinks, and a row that stands for no key.
+        key_rows, sink_rows: where in the table keys and sinks are.
+        offsets: (H S, 2 D), with means: values and keys leaf by leaf, minus the means of their
+            leaves.
+        matrix: (H, D, D), the first-order term's C; None without it.
+    """
+
+    leaves: Leaves
+    codewords: Codewords
+    keys: Tensor
+    values: Tensor
+    key_rows: slice
+    sink_rows: slice
+    offsets: Tensor | None
+    matrix: Tensor | None
 
     @property
-    def num_single(self) -> int:
-        """Columns of a tile that hold one key: exact keys and sinks."""
-        num_exact = 0 if self.by_leaf is None else self.by_leaf.most
-        return num_exact + (0 if self.sinks is None else self.sinks.keys.shape[1])
+    def num_sinks(self) -> int:
+        """Of a head."""
+        return (self.sink_rows.stop - self.sink_rows.start) // len(self.codewords.counts)
 
 
-class Columns(NamedTuple):
-    """What query tiles attend to: visible codewords, exact keys, then sinks, K in total."""
+class Tiles(NamedTuple):
+    """How queries are cut into tiles."""
 
-    visible: Tensor  # (T, H, V) rows of the table
-    key_rows: Tensor | None  # (T, H, E) rows of the exact keys; None without them
-    keys: Tensor  # (T, H, K, D)
-    values: Tensor  # (T, H, K, D)
-    log_counts: Tensor  # (T, H, K), `LOG_ZERO` where there is no key
+    order: Tensor | None  # (N,) int64; None is the order of the queries
+    num_queries: int
+    length: int
+
+    @staticmethod
+    def of(tensors: Tensors, length: int) -> "Tiles":
+        """Tiles of at most `length` queries."""
+        order, num_queries = tensors.query_order, tensors.query.shape[2]
+        return Tiles(None if order is None else order.long(), num_queries, min(length, num_queries))
+
+    @property
+    def number(self) -> int:
+        """T."""
+        return -(-self.num_queries // self.length)
+
+    def cut(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Tokens (B, H, N, D) as (B H T, I, W), padded with 0."""
+        tokens = tokens.flatten(0, 1)
+        if self.order is not None:
+            tokens = tokens.transpose(0, 1).index_select(0, self.order).transpose(0, 1)
+        size = len(tokens), self.number * self.length, width(tokens.shape[2])
+        tiles = tokens.new_zeros(size, dtype=dtype)
+        tiles[:, : self.num_queries, : tokens.shape[2]] = tokens
+        return tiles.view(-1, self.length, tiles.shape[2])
+
+    def deciding(self, sampled: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Places (T, J) of the queries in each tile that decide its columns, and whether there is
+        one.
+
+        Args:
+            sampled: whether `SAMPLE` queries of a tile decide, if there are many in all.
+        """
+        number = self.length
+        if sampled and self.num_queries >= SAMPLED_FROM:
+            number = min(SAMPLE, self.length)
+        first = torch.arange(0, self.num_queries, self.length, device=device)[:, None]
+        lengths = (self.num_queries - first).clamp(max=self.length)
+        place = torch.arange(number, device=device) * lengths.clamp(min=number) // number
+        return place, place < lengths
+
+    def write(self, tokens: Tensor, tiles: Tensor) -> None:
+        """Write tiles (B H T, I, D) to the tokens that they were cut from.
+
+        Args:
+            tokens: (B, H, N, D) view of (B, N, H, D) memory, and written as such: with one head,
+                deterministic `index_copy_` on a GPU mistakes the view's strides for contiguous
+                ones.
+        """
+        batch, heads = tokens.shape[:2]
+        found = tiles.reshape(batch, heads, -1, tiles.shape[2])[:, :, : self.num_queries]
+        memory, found = tokens.transpose(1, 2), found.transpose(1, 2)
+        if self.order is None:
+            memory.copy_(found)
+        else:
+            memory.index_copy_(1, self.order, found.to(memory.dtype))
 
 
-def avq_attention(tensors: Tensors, spec: Spec) -> Tensor:
-    """Attention over codewords, refined per query tile; equal to `reference.avq_attention`.
+def avq_attention(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
+    """`Attended.output` and `Attended.shown`; the output equals `reference.avq_attention`.
 
     The codewords in `tensors` are float64 for float64 tokens, else float32. The output is a (B, H,
     N, D) view of (B, N, H, D) memory, in the order and dtype of the query.
     """
-    batch, output = tensors.query.shape[0], empty_tokens(tensors.query)
-    size = 1 if tensors.query.device.type == "cpu" else batch
-    for start in range(0, batch, size):
+    query = tensors.query
+    output, shown = empty_tokens(query), empty_shown(query, spec.query_tile)
+    # All queries see the same columns where no parent is refined.
+    tiles = Tiles.of(tensors, query.shape[2] if spec.num_refined == 0 else spec.query_tile)
+    size = 1 if query.device.type == "cpu" else len(query)
+    for start in range(0, len(query), size):
         elements = slice(start, start + size)
         part = tensors.part(elements)
-        attend(part, summarize(part, spec), output[elements], spec)
-    return output
+        summary = summarize(part, spec)
+        queries = tile_queries(part, tiles, summary)
+        chosen = choose(queries, summary, tiles, spec)
+        of_tiles = chosen.shown(summary.codewords.counts)
+        shown[elements] = of_tiles.unflatten(0, (-1, query.shape[1]))
+        attended = attend(queries, summary, chosen)
+        if summary.matrix is not None:
+            attended = with_first_order(queries, summary.matrix, attended)
+        tiles.write(output[elements], attended[..., : query.shape[3]])
+    return output, shown
 
 
 def empty_tokens(tokens: Tensor) -> Tensor:
@@ -137,314 +205,297 @@ def empty_shown(query: Tensor, query_tile: int) -> Tensor:
     return query.new_empty(batch, heads, num_tiles, 2, dtype=torch.int32)
 
 
-def summarize(tensors: Tensors, spec: Spec) -> Summary:
-    """The leaf of each key, and what represents the leaves; heads of all batch elements are
-    flattened."""
-    parents, children, leaf = codewords_and_leaves(tensors, spec)
-    key, value = tensors.key.flatten(0, 1), tensors.value.flatten(0, 1)
-    dtype = parents.dtype
+def width(head_dim: int) -> int:
+    """Channels of a row: one more than D, and a multiple of 4 for the fast attention of GPUs."""
+    return head_dim // 4 * 4 + 4
 
+
+def summarize(tensors: Tensors, spec: Spec) -> Summary:
+    """What represents the keys; heads of all batch elements are flattened."""
+    parents, children, leaf = codewords_and_leaves(tensors, spec)
+    dtype, head_dim = parents.dtype, parents.shape[2]
     # Shifting all keys by one vector leaves the softmax unchanged, and small codewords round less.
     centre = centre_of(parents)
-    key = key - centre
-    features = torch.cat([value, key], dim=-1) if spec.means else value
+    value, key = tensors.value.flatten(0, 1).to(dtype), tensors.key.flatten(0, 1) - centre
     leaves = sort_leaves(leaf, spec.num_parents, 1 + spec.num_children)
-    counts, sums = aggregate(leaves, features, dtype)
-    sums = torch.cat([sums.sum(dim=2, keepdim=True), sums], dim=2)
-    counts = torch.cat([counts.sum(dim=2, keepdim=True), counts], dim=2)
-    averages = sums / counts.clamp(min=1)[..., None]
-    head_dim = value.shape[-1]
+    offsets = matrix = None
     if spec.means:
-        codewords = averages[..., head_dim:]
+        by_leaf = leaves.sorted(torch.cat([value, key], dim=-1))
+        codewords, offsets = _means(by_leaf, leaves)
+        if tensors.parents is None:
+            matrix = _first_order(offsets, len(key))
     else:
-        parents, children = parents - centre, children - centre[:, None]
-        codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
-    log_counts = counts.to(dtype).log().clamp(min=LOG_ZERO)
+        by_leaf = leaves.sorted(value)
+        counts, means = _averages(by_leaf, leaves)
+        cells = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
+        codewords = Codewords(cells - centre[:, None], means, counts, None)
 
-    spreads = by_leaf = sinks = None
-    if spec.exact_keys:
-        of_codewords = _spreads(key, leaf, leaves, codewords, counts, of_leaves=True)
-        spreads = of_codewords[..., 0] if spec.means else None
-        starts = leaves.edges[:-1].view(leaves.shape)
-        by_leaf = KeysByLeaf(
-            min(spec.exact_keys, key.shape[1]),
-            key.transpose(0, 1).reshape(-1, head_dim),
-            value.to(dtype).transpose(0, 1).reshape(-1, head_dim),
-            leaves.rows,
-            torch.cat([starts[..., :1], starts], dim=-1),
-            (2 * of_codewords.log()).clamp(min=LOG_ZERO),
-        )
-    elif spec.means:
-        spreads = _spreads(key, leaf, leaves, codewords, counts, of_leaves=False)[..., 0]
-    if tensors.sink_key is not None and tensors.sink_value is not None:
-        sink_key, sink_value = tensors.sink_key.flatten(0, 1), tensors.sink_value.flatten(0, 1)
-        sinks = Sinks(sink_key - centre, sink_value.to(dtype))
-    mean_values = averages[..., :head_dim]
-    table = CodewordTable(centre, codewords, mean_values, counts, log_counts, spreads)
-    return Summary(leaf, table, by_leaf, sinks)
+    first = codewords.counts.numel()
+    key_rows = slice(first, first + (len(by_leaf) if spec.num_refined is None else 0))
+    sink_key, sink_value = tensors.sink_key, tensors.sink_value
+    num_sinks = 0 if sink_key is None else sink_key.shape[2]
+    sink_rows = slice(key_rows.stop, key_rows.stop + len(key) * num_sinks)
+    keys, values = centre.new_zeros(2, sink_rows.stop + 1, width(head_dim))
+    keys[:first, :head_dim] = codewords.keys.flatten(0, 2)
+    keys[:first, head_dim] = codewords.counts.flatten().to(dtype).log().clamp(min=LOG_ZERO)
+    keys[-1, head_dim] = LOG_ZERO
+    values[:first, :head_dim] = codewords.values.flatten(0, 2)
+    if codewords.spreads is not None:
+        values[:first, head_dim] = codewords.spreads.flatten()
+    if spec.num_refined is None:
+        values[key_rows, :head_dim], keys[key_rows, :head_dim] = by_leaf.split(head_dim, dim=1)
+    if sink_key is not None and sink_value is not None:
+        keys[sink_rows, :head_dim] = (sink_key.flatten(0, 1) - centre).flatten(0, 1)
+        values[sink_rows, :head_dim] = sink_value.flatten(0, 2)
+    return Summary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
 
 
-def _spreads(
-    key: Tensor,
-    leaf: Tensor,
-    leaves: SortedLeaves,
-    codewords: Tensor,
-    counts: Tensor,
-    *,
-    of_leaves: bool,
-) -> Tensor:
-    """Variance of each cell's keys (H, S, D) around what represents it, (H, M0, 1); with
-    `of_leaves` also each leaf's, (H, M0, 2 + C) in all."""
-    num_parents, per_cell = counts.shape[1:]
-    cell = leaf // (per_cell - 1)
-    rows = [cell * per_cell]
-    if of_leaves:
-        rows.append(leaf + cell + 1)
-    # Moments about the centre would cancel for small cells far from it.
-    distances = []
-    for row in rows:
-        row = across_heads(row, num_parents * per_cell)
-        codeword = codewords.flatten(0, 2).index_select(0, row.flatten())
-        distances.append(codeword.view_as(key).sub_(key).square_().sum(dim=-1))
-    _, sums = aggregate(leaves, torch.stack(distances, dim=-1), key.dtype)
-    sums = torch.cat([sums[..., :1].sum(dim=2), *sums[..., 1:].unbind(dim=-1)], dim=2)
-    return sums / counts[..., : sums.shape[2]].clamp(min=1)
+def _means(by_leaf: Tensor, leaves: Leaves) -> tuple[Codewords, Tensor]:
+    """Codewords of values and keys (H S, 2 D), leaf by leaf, and their offsets to the leaves'."""
+    counts, means = _averages(by_leaf, leaves)
+    values, keys = means.chunk(2, dim=-1)
+    offsets = by_leaf - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.leaf)
+    distances = torch.linalg.vector_norm(offsets.chunk(2, dim=1)[1], dim=1, keepdim=True)
+    inside = aggregate(leaves, distances.square_())[..., 0]
+    # A leaf's keys around the mean of its cell. Moments about the centre would cancel for small
+    # cells far from it.
+    between = (keys[:, :, 1:] - keys[:, :, :1]).square().sum(dim=-1)
+    of_cells = (inside + counts[:, :, 1:] * between).sum(dim=2, keepdim=True)
+    spreads = torch.cat([of_cells, inside], dim=2) / counts.clamp(min=1)
+    return Codewords(keys, values, counts, spreads), offsets
 
 
-def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> SortedLeaves:
+def _averages(by_leaf: Tensor, leaves: Leaves) -> tuple[Tensor, Tensor]:
+    """Counts (H, M0, 2 + C) and means (H, M0, 2 + C, F) of codewords."""
+    counts, sums = leaves.edges.diff().view(leaves.shape), aggregate(leaves, by_leaf)
+    counts, sums = (torch.cat([x.sum(2, keepdim=True), x], dim=2) for x in (counts, sums))
+    return counts, sums / counts.clamp(min=1)[..., None]
+
+
+def _first_order(offsets: Tensor, heads: int) -> Tensor:
+    """How values follow keys inside leaves, C (H, D, D), of their offsets (H S, 2 D)."""
+    values, keys = offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
+    variance = keys.square().sum(dim=(1, 2))[:, None, None]
+    return values.mT @ keys / variance.clamp(min=torch.finfo(variance.dtype).tiny)
+
+
+def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> Leaves:
     """Sort keys by `leaf` (H, S), then by index; a parent has `num_leaves`, 1 + C."""
     shape = len(leaf), num_parents, num_leaves
     leaf = across_heads(leaf, num_parents * num_leaves)
     leaf, rows = leaf.t().flatten().sort(stable=True)
-    bounds = torch.arange(shape[0] * num_parents * num_leaves + 1, device=leaf.device)
-    return SortedLeaves(rows, torch.searchsorted(leaf, bounds), shape)
+    bounds = torch.arange(math.prod(shape) + 1, device=leaf.device)
+    return Leaves(rows, leaf, torch.searchsorted(leaf, bounds), shape)
 
 
-def aggregate(leaves: SortedLeaves, features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Count the keys and sum the features of each leaf (paper, Algorithm 1, for leaves only).
+def aggregate(leaves: Leaves, by_leaf: Tensor) -> Tensor:
+    """Sum the features (H S, F) of each leaf: (H, M0, 1 + C, F) (paper, Algorithm 1)."""
+    sums = sum_segments(by_leaf, leaves.edges)
+    return sums.view(*leaves.shape, by_leaf.shape[1])
 
-    Args:
-        features: (H, S, F), values, or values and keys.
 
-    Returns:
-        counts: (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
-        sums: (H, M0, 1 + C, F) of `dtype`.
+def sum_segments(rows: Tensor, edges: Tensor) -> Tensor:
+    """Sums (E - 1, F) of consecutive rows (any number, F) between edges (E,), the last of which is
+    the number of rows."""
+    # Sum runs, then segments: long ones neither lose precision nor stall a GPU.
+    index = torch.arange(len(rows), device=rows.device)
+    runs = index[::RUN]
+    cuts = torch.cat([edges, runs]).sort().values
+    run_sums = F.embedding_bag(index, rows, cuts, mode="sum", include_last_offset=True)
+    first_run = torch.searchsorted(cuts, edges[:-1])
+    index = torch.arange(len(run_sums), device=rows.device)
+    return F.embedding_bag(index, run_sums, first_run, mode="sum")
+
+
+def tile_queries(tensors: Tensors, tiles: Tiles, summary: Summary) -> Tensor:
+    """Queries (H T, I, W), times the scale, and a 1 that meets log counts."""
+    queries = tiles.cut(tensors.query, summary.keys.dtype)
+    queries *= tensors.scale
+    queries[..., tensors.query.shape[3]] = 1
+    return queries
+
+
+class Chosen(NamedTuple):
+    """The columns of every query tile.
+
+    Attributes:
+        spans: (H, T, R) int32, columns that stand for the keys of a codeword: itself, its keys, or
+            none.
+        number: the columns of every tile without sinks; None if tiles differ.
     """
-    width = features.shape[-1]
-    # Sum runs, then leaves: long leaves neither lose precision nor stall a GPU.
-    runs = torch.arange(0, len(leaves.rows), RUN, device=features.device)
-    cuts = torch.cat([leaves.edges, runs]).sort().values
-    tokens = features.transpose(0, 1).reshape(-1, width).to(dtype)
-    run_sums = F.embedding_bag(leaves.rows, tokens, cuts, mode="sum", include_last_offset=True)
-    run = torch.arange(len(run_sums), device=features.device)
-    first_run = torch.searchsorted(cuts, leaves.edges[:-1])
-    sums = F.embedding_bag(run, run_sums, first_run, mode="sum")
-    return leaves.edges.diff().view(leaves.shape), sums.view(*leaves.shape, width)
+
+    spans: Tensor
+    number: int | None
+
+    def shown(self, counts: Tensor) -> Tensor:
+        """(H, T, 2) int32 numbers of codewords that hold keys, and of keys."""
+        has_keys = counts.flatten(1)[:, None] > 0
+        keys = self.spans.where(self.spans > 1, 0).sum(dim=-1)
+        codewords = ((self.spans == 1) & has_keys).sum(dim=-1)
+        return torch.stack([codewords, keys], dim=-1).int()
+
+    def lists(
+        self, summary: Summary, elements: Callable[[int], int], most: int = ELEMENTS
+    ) -> Iterator[tuple[Tensor | slice, Tensor]]:
+        """Pairs of a head and a tile, and the rows (G, K) of the table that they attend to.
+
+        Args:
+            summary: what the rows are taken from.
+            elements: numbers in the intermediates of a pair with so many columns.
+            most: numbers in those of all pairs at a time, except on a CPU.
+        """
+        spans, device = self.spans.flatten(0, 1), self.spans.device
+        sinks = summary.num_sinks
+        if self.number is not None:
+            length = chunk_length(device, elements(self.number + sinks), most)
+            for start in range(0, len(spans), length):
+                pairs = slice(start, start + length)
+                yield pairs, self._rows(summary, pairs, self.number)
+            return
+        order = spans.sum(dim=-1).sort(descending=True, stable=True)
+        numbers, start = order.values.tolist(), 0
+        while start < len(spans):
+            longest = numbers[start]
+            length = chunk_length(device, elements(longest + sinks), most)
+            similar = bisect_right(numbers, -SIMILAR * longest, key=lambda number: -number)
+            pairs = order.indices[start : min(start + length, similar)]
+            yield pairs, self._rows(summary, pairs, longest)
+            start += len(pairs)
+
+    def _rows(self, summary: Summary, pairs: Tensor | slice, number: int) -> Tensor:
+        """Rows of the first columns, padded by the last row of the table, and of sinks."""
+        heads, num_tiles, per_head = self.spans.shape
+        spans = self.spans.flatten(0, 1)[pairs].long()
+        head = torch.arange(heads * num_tiles, device=spans.device)[pairs] // num_tiles
+        starts = summary.leaves.edges[:-1].view(summary.leaves.shape)
+        starts = torch.cat([starts[..., :1], starts], dim=-1).flatten(1) + heads * per_head
+        itself = torch.arange(heads * per_head, device=spans.device).view(heads, per_head)
+        starts = torch.where(spans > 1, starts[head], itself[head])
+
+        ends = spans.cumsum(dim=-1)
+        place = torch.arange(number, device=spans.device).expand(len(spans), -1).contiguous()
+        codeword = torch.searchsorted(ends, place, right=True).clamp(max=per_head - 1)
+        rows = place + (starts - ends + spans).gather(-1, codeword)
+        rows = rows.where(place < ends[:, -1:], len(summary.keys) - 1)
+        if summary.num_sinks == 0:
+            return rows
+        sinks = summary.sink_rows
+        sinks = torch.arange(sinks.start, sinks.stop, device=spans.device).view(heads, -1)
+        return torch.cat([rows, sinks[head]], dim=-1)
 
 
-def attend(tensors: Tensors, summary: Summary, output: Tensor, spec: Spec) -> None:
-    """Softmax over each query tile's columns (paper, Algorithm 2, without correction).
+def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chosen:
+    """The columns of each tile of queries (H T, I, W)."""
+    counts = summary.codewords.counts
+    if spec.num_refined == 0:
+        cells = (torch.arange(counts.shape[2], device=counts.device) == 0).int()
+        return Chosen(cells.repeat(len(counts), tiles.number, counts.shape[1]), spec.columns)
+    place, is_query = tiles.deciding(spec.threshold is not None, queries.device)
+    queries = queries.unflatten(0, (len(counts), -1))
+    if place.shape[1] < queries.shape[2]:
+        place = place[..., None].expand(len(counts), -1, -1, queries.shape[3])
+        queries = queries.gather(2, place)
 
-    Writes `output` (B, H, N, D) of the summarized batch elements, in the order of the query.
+    length = chunk_length(queries.device, len(counts) * is_query.shape[1] * counts[0].numel())
+    parts = zip(queries.split(length, dim=1), is_query.split(length), strict=True)
+    spans = [_spans(*part, summary, spec) for part in parts]
+    return Chosen(torch.cat(spans, dim=1), spec.columns)
+
+
+def _spans(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
+    """`Chosen.spans` of tiles, from the queries (H, T, J, W) that decide; others (T, J) are
+    padding."""
+    counts = summary.codewords.counts
+    spreads, keys = summary.codewords.spreads, counts[:, None, :, 1:].int()
+    if spec.num_refined is not None:
+        score = _importance(queries, is_query, summary)
+        if spreads is not None:
+            score = score * spreads[:, None, :, 0]
+        # topk leaves the order of ties undefined.
+        ranking = score.sort(dim=-1, descending=True, stable=True).indices
+        refined = torch.zeros_like(score, dtype=torch.bool)
+        refined.scatter_(-1, ranking[..., : spec.num_refined], True)
+        of_leaves = refined[..., None].expand(*refined.shape, counts.shape[2] - 1)
+        return torch.cat([~refined[..., None], of_leaves], dim=-1).flatten(2).int()
+
+    assert spreads is not None  # a threshold needs means
+    cells, leaves = _masses(queries, is_query, summary)
+    head_dim = summary.codewords.keys.shape[3]
+    numbers = is_query.sum(dim=-1)
+    size = queries[..., :head_dim].square().sum(dim=(2, 3)) / (numbers * head_dim)
+    size = size[..., None, None]
+    inside = (counts * spreads)[..., 1:].sum(dim=-1) / counts[..., 0].clamp(min=1)
+    further = ((counts[..., 1:] > 0).sum(dim=-1) - 1)[:, None]
+    spreads = spreads[:, None]
+    gain = growth(size[..., 0] * spreads[..., 0]) - growth(size[..., 0] * inside[:, None])
+    refined = (cells * gain / further.clamp(min=1) > spec.threshold) | (further <= 0)
+    gain = leaves * growth(size * spreads[..., 1:]) / keys.clamp(min=1)
+    of_leaves = torch.where(gain > spec.threshold, keys, keys.clamp(max=1))
+    of_cells = ~refined & (counts[:, None, :, 0] > 0)
+    return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)
+
+
+def _importance(queries: Tensor, is_query: Tensor, summary: Summary) -> Tensor:
+    """Attention of queries to cells, (H, T, M0)."""
+    cells = summary.keys[: summary.codewords.counts.numel()]
+    cells = cells.unflatten(0, summary.codewords.counts.shape)[:, :, 0]
+    shares = (queries.flatten(1, 2) @ cells.mT).softmax(dim=-1).unflatten(1, is_query.shape)
+    shares[:, ~is_query] = 0
+    return shares.sum(dim=2)
+
+
+def _masses(queries: Tensor, is_query: Tensor, summary: Summary) -> tuple[Tensor, Tensor]:
+    """Mean attention of queries to cells (H, T, M0) and leaves (H, T, M0, 1 + C).
+
+    The softmax denominator runs over cells and sinks.
     """
-    query, table = tensors.query.flatten(0, 1), summary.table
-    if spec.num_refined == 0 and summary.by_leaf is None:
-        # All tiles have the same columns.
-        of_cells = table.codewords, table.mean_values, table.log_counts
-        keys, values, log_counts = (x[None, :, :, 0].contiguous() for x in of_cells)
-        if summary.sinks is not None:
-            keys, values, log_counts = _with_sinks(summary.sinks, keys, values, log_counts)
-        whole = _attention(query[None], keys, values, log_counts, tensors.scale)
-        output.copy_(whole[0].unflatten(0, output.shape[:2]))
-        return
-
-    heads, num_queries, head_dim = query.shape
-    query_tile = min(spec.query_tile, num_queries)
-    tile_elements = 2 * head_dim * (spec.num_visible + summary.num_single)
-    row_elements = spec.num_parents + tile_elements // query_tile
-    if summary.by_leaf is not None:
-        row_elements += spec.num_visible
-    chunk = chunk_length(query.device, heads * row_elements)
-    for order, tiles, columns in tiles_and_columns(tensors, summary, spec, chunk // query_tile):
-        tile_output = _attention(
-            tiles.transpose(0, 1), columns.keys, columns.values, columns.log_counts, tensors.scale
-        )
-        write_tiles(output, tile_output.transpose(0, 1), order)
+    counts = summary.codewords.counts
+    keys = summary.keys[: counts.numel()].unflatten(0, counts.shape)
+    flat = queries.flatten(1, 2)
+    logits = (flat @ keys.flatten(1, 2).mT).unflatten(-1, counts.shape[1:])
+    seen = logits[..., 0]
+    if summary.num_sinks:
+        sinks = summary.keys[summary.sink_rows].unflatten(0, (len(counts), -1))
+        seen = torch.cat([seen, flat @ sinks.mT], dim=-1)
+    denominator = seen.logsumexp(dim=-1)
+    denominator.unflatten(1, is_query.shape)[:, ~is_query] = torch.inf
+    shares = logits.sub_(denominator[..., None, None]).exp_().unflatten(1, is_query.shape)
+    masses = shares.sum(dim=2) / is_query.sum(dim=-1)[:, None, None]
+    return masses[..., 0], masses[..., 1:]
 
 
-def tiles_and_columns(
-    tensors: Tensors, summary: Summary, spec: Spec, num_tiles: int
-) -> Iterator[tuple[Tensor | slice, Tensor, Columns]]:
-    """Query tiles with their positions and columns; up to `num_tiles`, at least 1, at a time.
-
-    Yields the positions of the queries, tiles (H, T, I, D) from `cut_tiles`, and their columns.
-    """
-    query, query_order = tensors.query.flatten(0, 1), tensors.query_order
-    num_queries = query.shape[1]
-    query_tile = min(spec.query_tile, num_queries)
-    chunk = max(1, num_tiles) * query_tile
-    for start in range(0, num_queries, chunk):
-        stop = min(start + chunk, num_queries)
-        order = slice(start, stop) if query_order is None else query_order[start:stop].long()
-        tiles = cut_tiles(query, order, query_tile, summary.table.codewords.dtype)
-        yield order, tiles, _columns(tiles, summary, spec, tensors.scale, stop - start)
+def growth(x: Tensor) -> Tensor:
+    """How much the attention to a leaf exceeds that to its mean, by the variance of its logits."""
+    slope = math.exp(TANGENT_FROM)
+    return torch.expm1(x.clamp(max=TANGENT_FROM)) + slope * (x - TANGENT_FROM).clamp(min=0)
 
 
-def _columns(
-    tiles: Tensor, summary: Summary, spec: Spec, scale: float, num_queries: int
-) -> Columns:
-    """Choose the refined parents and exact keys of each tile (H, T, I, D).
+def attend(queries: Tensor, summary: Summary, chosen: Chosen) -> Tensor:
+    """Softmax over each tile's columns: outputs and the spreads seen, of queries (H T, I, W)."""
+    attended = torch.empty_like(queries)
+    tile, channels = queries.shape[1:]
 
-    Queries from `num_queries` on are padding.
-    """
-    table, by_leaf = summary.table, summary.by_leaf
-    log_mass = torch.baddbmm(
-        table.log_counts[:, None, :, 0],
-        tiles.flatten(1, 2),
-        table.codewords[:, :, 0].transpose(1, 2),
-        alpha=scale,
-    )
-    mass = log_mass.softmax(dim=-1)
-    mass[:, num_queries:] = 0
-    score = mass.unflatten(1, tiles.shape[1:3]).sum(dim=2)
-    if table.spreads is not None:
-        score = score * table.spreads[:, None]
-    visible = _visible_codewords(score, table, spec.num_refined, in_order=by_leaf is not None)
-    keys = gather_rows(table.codewords, visible)
-    values = gather_rows(table.mean_values, visible)
-    log_counts = gather_rows(table.log_counts, visible)
+    def elements(columns: int) -> int:
+        return 2 * channels * (tile + columns)
 
-    key_rows = None
-    if by_leaf is not None:
-        log_denominator = log_mass.logsumexp(dim=-1, keepdim=True)
-        log_denominator[:, num_queries:] = torch.inf
-        log_shares = torch.baddbmm(
-            -log_denominator.unflatten(1, tiles.shape[1:3]).transpose(0, 1).flatten(0, 1),
-            tiles.transpose(0, 1).flatten(0, 1),
-            keys.flatten(0, 1).mT,
-            alpha=scale,
-        ).unflatten(0, visible.shape[:2])
-        log_shares += gather_rows(by_leaf.log_weights, visible)[:, :, None]
-        # The sums themselves may underflow.
-        ranking = log_shares.logsumexp(dim=2).sort(dim=-1, descending=True, stable=True).indices
-        is_exact, key_rows, is_key = _choose_exact(ranking, visible, table.counts, by_leaf)
-        log_counts = log_counts.masked_fill(is_exact, LOG_ZERO)
-        keys, values = (
-            torch.cat([x, _take(of_leaves, key_rows)], dim=2)
-            for x, of_leaves in ((keys, by_leaf.keys), (values, by_leaf.values))
-        )
-        of_keys = log_counts.new_zeros(is_key.shape).masked_fill_(~is_key, LOG_ZERO)
-        log_counts = torch.cat([log_counts, of_keys], dim=2)
-    if summary.sinks is not None:
-        keys, values, log_counts = _with_sinks(summary.sinks, keys, values, log_counts)
-    return Columns(visible, key_rows, keys, values, log_counts)
+    for pairs, rows in chosen.lists(summary, elements):
+        keys, values = (take(x, rows)[:, None] for x in (summary.keys, summary.values))
+        # With 3-D inputs, SDPA takes its slow path.
+        attended[pairs] = F.scaled_dot_product_attention(
+            queries[pairs][:, None], keys, values, scale=1.0
+        )[:, 0]
+    return attended
 
 
-def _visible_codewords(
-    score: Tensor, table: CodewordTable, num_refined: int, *, in_order: bool
-) -> Tensor:
-    """Choose the parents with the largest scores (H, T, M0); return the codewords each tile sees.
-
-    These are (T, H, V) int64 rows of the table, heads concatenated; with `in_order` in the
-    definition's order: cells, what stays with refined parents, their children.
-    """
-    num_parents, per_cell = table.counts.shape[1:]
-    # topk leaves the order of ties undefined.
-    ranking = score.sort(dim=-1, descending=True, stable=True).indices
-    refined = ranking[..., :num_refined]
-
-    is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
-    cell = torch.arange(num_parents, device=score.device).expand_as(ranking)
-    if in_order:
-        is_refined, cell = is_refined.sort(dim=-1, stable=True)
-        refined = cell[..., num_parents - num_refined :]
-    parent_rows = cell * per_cell + is_refined
-    child_row = torch.arange(2, per_cell, device=score.device)
-    child_rows = (refined[..., None] * per_cell + child_row).flatten(-2)
-    rows = torch.cat([parent_rows, child_rows], dim=-1).transpose(0, 1)
-    return across_heads(rows, num_parents * per_cell)
+def take(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows (G, K) of a table (rows, W), as (G, K, W)."""
+    return table.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
-def _choose_exact(
-    ranking: Tensor, visible: Tensor, counts: Tensor, by_leaf: KeysByLeaf
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest-ranked codewords (T, H, V) whose keys fit the budget, and these keys.
-
-    Returns whether each codeword is exact, (T, H, V); the rows of the keys, (T, H, E), arbitrary
-    where there is none; and whether there is one, (T, H, E).
-    """
-    ranked = visible.gather(-1, ranking)
-    counts = gather_rows(counts, ranked)
-    ends = counts.cumsum(dim=-1)
-    fits = ends <= by_leaf.most
-    is_exact = torch.zeros_like(fits).scatter_(-1, ranking, fits)
-
-    place = torch.arange(by_leaf.most, device=ends.device).expand(*ends.shape[:2], -1).contiguous()
-    rank = torch.searchsorted(ends, place, right=True)
-    is_key = fits.gather(-1, rank)
-    starts = gather_rows(by_leaf.starts, ranked) - ends + counts
-    place = torch.where(is_key, place + starts.gather(-1, rank), 0)
-    return is_exact, _take(by_leaf.rows, place), is_key
-
-
-def _with_sinks(
-    sinks: Sinks, keys: Tensor, values: Tensor, log_counts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns (T, H, K, D) and log counts (T, H, K), with the sinks appended."""
-    keys, values = (
-        torch.cat([x, sink.expand(len(x), -1, -1, -1)], dim=2)
-        for x, sink in zip((keys, values), sinks, strict=True)
-    )
-    return keys, values, F.pad(log_counts, (0, sinks.keys.shape[1]))
-
-
-def gather_rows(column: Tensor, visible: Tensor) -> Tensor:
-    """Rows (T, H, M0 + P C, ...) of a table's column (H, M0, 2 + C, ...)."""
-    return _take(column.flatten(0, 2), visible)
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
-
-
-def cut_tiles(tokens: Tensor, order: Tensor | slice, query_tile: int, dtype: torch.dtype) -> Tensor:
-    """Cut the tokens (H, N, D) at `order` into tiles (H, T, query_tile, D), padded with 0."""
-    if isinstance(order, slice):
-        tiles = tokens[:, order]
-    else:
-        tiles = tokens.transpose(0, 1).index_select(0, order).transpose(0, 1)
-    tiles = tiles.to(dtype)
-    padding = -tiles.shape[1] % query_tile
-    if padding:
-        tiles = F.pad(tiles, (0, 0, 0, padding))
-    return tiles.unflatten(1, (-1, query_tile))
-
-
-def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
-    """Write tiles (H, T, I, D) to tokens (B, H / B, N, D), where `cut_tiles` found them.
-
-    Args:
-        tokens: a view of (B, N, H, D) memory, and written as such: with one head, deterministic
-            `index_copy_` on a GPU mistakes the view's strides for contiguous ones.
-    """
-    tiles = tiles.flatten(1, 2).unflatten(0, tokens.shape[:2]).transpose(1, 2)
-    memory = tokens.transpose(1, 2)
-    if isinstance(order, slice):
-        target = memory[:, order]
-        target.copy_(tiles[:, : target.shape[1]])
-    else:
-        memory.index_copy_(1, order, tiles[:, : len(order)].to(memory.dtype))
-
-
-def _attention(
-    query: Tensor, codewords: Tensor, mean_values: Tensor, log_counts: Tensor, scale: float
-) -> Tensor:
-    """Attention over codewords of n keys each. Inputs are 4-D: with 3-D inputs, SDPA takes its
-    slow path."""
-    return F.scaled_dot_product_attention(
-        query.to(codewords.dtype),
-        codewords,
-        mean_values,
-        attn_mask=log_counts[..., None, :],
-        scale=scale,
-    )
+def with_first_order(queries: Tensor, matrix: Tensor, attended: Tensor) -> Tensor:
+    """What was attended to (H T, I, W), and the first-order term of C (H, D, D)."""
+    head_dim = matrix.shape[1]
+    scaled, seen = queries[..., :head_dim], attended[..., head_dim, None]
+    following = scaled.unflatten(0, (len(matrix), -1)).flatten(1, 2) @ matrix.mT
+    share = seen / (1 + seen * scaled.square().mean(dim=-1, keepdim=True))
+    return attended[..., :head_dim] + share * following.view(scaled.shape)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.attention.limits import matrix_instructions
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, Tensors
 from avq_diffusers.attention.triton.codewords import StoredCodes, padded_sizes
 from avq_diffusers.attention.triton.launch import (
     Pointer,
@@ -19,7 +19,7 @@ from avq_diffusers.attention.triton.launch import (
     capability_of,
     kernel_layout,
 )
-from avq_diffusers.config import SAMPLE, SAMPLED_FROM, Spec
+from avq_diffusers.config import Spec
 
 
 class Layout(NamedTuple):
