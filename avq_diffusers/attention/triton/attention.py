@@ -86,10 +86,10 @@ def _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS):
         every_row = tl.load(columns.row + place, mask=place < num_codewords, other=0)
         number = tl.minimum(num_codewords - first, BLOCKS.LIST)
         for start in tl.range(0, number, BLOCKS.C):
-            place = start + tl.arange(0, BLOCKS.C)
-            valid = place < number
-            rows = tl.gather(every_row, place, axis=0)
-            bias = tl.load(columns.bias + first + place, mask=valid, other=float("-inf"))
+            column = start + tl.arange(0, BLOCKS.C)
+            valid = column < number
+            rows = tl.gather(every_row, column, axis=0)
+            bias = tl.load(columns.bias + first + column, mask=valid, other=float("-inf"))
             softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
     return softmax
 
@@ -137,9 +137,9 @@ def _add_keys(query, of_centre, tables, keys, leaves, columns, softmax, SIZES, B
             every_token = tl.load(leaves.leaf_order + place, mask=rank < num_keys, other=0)
             number = tl.minimum(num_keys - first_rank, BLOCKS.LIST)
             for first_key in tl.range(0, number, BLOCKS.K):
-                place = first_key + tl.arange(0, BLOCKS.K)
-                valid = place < number
-                token = tl.gather(every_token, place, axis=0)
+                column = first_key + tl.arange(0, BLOCKS.K)
+                valid = column < number
+                token = tl.gather(every_token, column, axis=0)
                 softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
     return softmax
 
