@@ -65,6 +65,8 @@ class Given(NamedTuple):
     grad_query: Any = None
     grad_key: Any = None
     grad_value: Any = None
+    grad_sink_key: Any = None
+    grad_sink_value: Any = None
 
 
 def pointers_of(dtypes: Given) -> Given:
@@ -186,7 +188,7 @@ class Problem(NamedTuple):
         codes, wide = (dtype, torch.float32) if self.is_stored else (None, None)
         orders = self.query_order, self.key_order
         inputs = dtype, dtype, dtype, sinks, sinks, *orders, parents, codes, wide, wide
-        outputs = dtype, torch.int32, dtype, dtype, dtype, dtype
+        outputs = dtype, torch.int32, dtype, dtype, dtype, dtype, sinks, sinks
         return pointers_of(Given(*inputs, *outputs))
 
 

@@ -345,7 +345,7 @@ def select_kernel(
     index = tl.program_id(0) // SIZES.HEADS
     batch = tl.program_id(1).to(tl.int64)
     batch_head = batch * SIZES.HEADS + head
-    if SIZES.REFINES == "threshold" and index < programs.pieces:
+    if CELLS.LEAVES and index < programs.pieces:
         order_leaves(
             leaf_ptr,
             piece_counts_ptr,
