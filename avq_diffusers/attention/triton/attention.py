@@ -338,7 +338,7 @@ def query_tiles(
     """The `Tiles` of a call, which add to its memory; with `levels`, for a backward pass."""
     batch, heads, _, _ = problem.query.shape
     query_strides = problem.query.divided(1)
-    keys = (problem.key, problem.value) if problem.shows_keys else ()
+    keys = (problem.key, problem.value) if problem.shows_keys or levels else ()
     align = alignment_of(*keys, *(problem.sinks or ()))
     sizes = _sizes(problem, tiling, align)
     shape = (batch, heads, problem.num_tiles)
