@@ -122,7 +122,7 @@ class Spec:
         return self.num_parents + self.num_refined * self.num_children
 
     @property
-    def any_threshold(self) -> Self:
+    def any_threshold(self) -> "Spec":
         """The same with one threshold in place of any other."""
         return self if self.threshold is None else self.changed(threshold=DEFAULT_THRESHOLD)
 

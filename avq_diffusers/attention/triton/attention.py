@@ -79,16 +79,16 @@ class AttendBlocks(NamedTuple):
 
 
 @triton.jit
-def _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS):
-    """Add the codewords of a tile to a softmax."""
+def _add_codewords(queries, tables, columns, sums, ADD, SIZES, BLOCKS):
+    """Add the codewords of a tile to sums."""
     num_codewords = tl.load(columns.shown)
     for first in tl.range(0, num_codewords, BLOCKS.C):
         column = first + tl.arange(0, BLOCKS.C)
         valid = column < num_codewords
         rows = tl.load(columns.row + column, mask=valid, other=0)
         bias = tl.load(columns.bias + column, mask=valid, other=float("-inf"))
-        softmax = attend_codewords(query, tables, rows, bias, valid, softmax, SIZES)
-    return softmax
+        sums = ADD(queries, tables, rows, bias, valid, sums, SIZES)
+    return sums
 
 
 @triton.jit
@@ -121,8 +121,8 @@ def place_after_gaps(rank, start, stops, gaps):
 
 
 @triton.jit
-def _add_keys(query, of_centre, tables, keys, leaves, columns, softmax, SIZES, BLOCKS):
-    """Add the keys of the leaves that a tile shows key by key."""
+def _add_keys(queries, of_centre, tables, keys, leaves, columns, sums, ADD, SIZES, BLOCKS):
+    """Add the keys of the leaves that a tile shows key by key to sums."""
     num_leaves = tl.load(columns.num_leaves)
     for first in tl.range(0, num_leaves, BLOCKS.LEAVES):
         start, num_keys, stops, gaps = leaves_at(
@@ -133,18 +133,18 @@ def _add_keys(query, of_centre, tables, keys, leaves, columns, softmax, SIZES, B
             valid = rank < num_keys
             place = place_after_gaps(rank, start, stops, gaps)
             token = tl.load(leaves.leaf_order + place, mask=valid, other=0)
-            softmax = attend_tokens(query, of_centre, keys, token, valid, softmax, SIZES)
-    return softmax
+            sums = ADD(queries, of_centre, keys, token, valid, sums, SIZES)
+    return sums
 
 
 @triton.jit
-def _add_sinks(query, of_centre, sinks, softmax, SIZES, BLOCKS):
-    """Add all sinks."""
+def _add_sinks(queries, of_centre, sinks, sums, ADD, SIZES, BLOCKS):
+    """Add all sinks to sums."""
     for first in tl.range(0, sinks.number, BLOCKS.K):
         token = first + tl.arange(0, BLOCKS.K)
         valid = token < sinks.number
-        softmax = attend_tokens(query, of_centre, sinks, token, valid, softmax, SIZES)
-    return softmax
+        sums = ADD(queries, of_centre, sinks, token, valid, sums, SIZES)
+    return sums
 
 
 @triton.jit
@@ -157,31 +157,70 @@ def leaves_of_head(leaves, tile, num_keys, SIZES):
 
 
 @triton.jit
+def centre_of_head(tokens, tile, SIZES):
+    """(DP) pointer to the centre of the codes."""
+    centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head.to(tl.int64)
+    return tokens.centre + centre_head * SIZES.PADDED_DIM
+
+
+@triton.jit
+def add_columns(
+    queries,
+    of_centre,
+    sums,
+    tile,
+    tables,
+    tokens,
+    leaves,
+    columns,
+    key_layout,
+    sink_layout,
+    ADD_CODEWORDS,
+    ADD_TOKENS,
+    SIZES,
+    BLOCKS,
+):
+    """Add the columns of a tile to sums, by functions that take the queries first."""
+    columns = columns_of_tile(columns, tile, SIZES)
+    sums = _add_codewords(queries, tables, columns, sums, ADD_CODEWORDS, SIZES, BLOCKS)
+    if SIZES.REFINES == "threshold":
+        keys = tokens_of_head(tokens.key, tokens.value, key_layout, tile.batch, tile.head, SIZES)
+        leaves = leaves_of_head(leaves, tile, key_layout.number, SIZES)
+        sums = _add_keys(
+            queries, of_centre, tables, keys, leaves, columns, sums, ADD_TOKENS, SIZES, BLOCKS
+        )
+    if SIZES.SINKS:
+        sinks = tokens_of_head(
+            tokens.sink_key, tokens.sink_value, sink_layout, tile.batch, tile.head, SIZES
+        )
+        sums = _add_sinks(queries, of_centre, sinks, sums, ADD_TOKENS, SIZES, BLOCKS)
+    return sums
+
+
+@triton.jit
 def attend_tile(
     query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
 ):
     """The softmax of a tile over its columns."""
-    columns = columns_of_tile(columns, tile, SIZES)
-    softmax = empty_softmax(BLOCKS.N, SIZES)
-    softmax = _add_codewords(query, tables, columns, softmax, SIZES, BLOCKS)
+    of_centre = ()
     if SIZES.REFINES == "threshold" or SIZES.SINKS:
-        centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head.to(tl.int64)
-        centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
-        of_centre = centre_logits(query, centre_ptr, SIZES)
-        if SIZES.REFINES == "threshold":
-            keys = tokens_of_head(
-                tokens.key, tokens.value, key_layout, tile.batch, tile.head, SIZES
-            )
-            leaves = leaves_of_head(leaves, tile, key_layout.number, SIZES)
-            softmax = _add_keys(
-                query, of_centre, tables, keys, leaves, columns, softmax, SIZES, BLOCKS
-            )
-        if SIZES.SINKS:
-            sinks = tokens_of_head(
-                tokens.sink_key, tokens.sink_value, sink_layout, tile.batch, tile.head, SIZES
-            )
-            softmax = _add_sinks(query, of_centre, sinks, softmax, SIZES, BLOCKS)
-    return softmax
+        of_centre = centre_logits(query, centre_of_head(tokens, tile, SIZES), SIZES)
+    return add_columns(
+        query,
+        of_centre,
+        empty_softmax(BLOCKS.N, SIZES),
+        tile,
+        tables,
+        tokens,
+        leaves,
+        columns,
+        key_layout,
+        sink_layout,
+        attend_codewords,
+        attend_tokens,
+        SIZES,
+        BLOCKS,
+    )
 
 
 @triton.jit
@@ -292,7 +331,7 @@ def query_tiles(
     """The `Tiles` of a call, which add to its memory; with `levels`, for a backward pass."""
     batch, heads, _, _ = problem.query.shape
     query_strides = problem.query.divided(1)
-    keys = (problem.key, problem.value) if problem.shows_keys else ()
+    keys = (problem.key, problem.value) if problem.shows_keys or levels else ()
     align = alignment_of(*keys, *(problem.sinks or ()))
     sizes = _sizes(problem, tiling, align)
     shape = (batch, heads, problem.num_tiles)
@@ -342,7 +381,8 @@ def _select_launch(
     tiling = select_tiling(problem)
     sizes = arguments["SIZES"]
     batch, heads, _, _ = problem.query.shape
-    num_pieces = precompute.arguments["num_pieces"] if problem.shows_keys else 0
+    has_order = precompute.arguments["CELLS"].LEAVES
+    num_pieces = precompute.arguments["num_pieces"] if has_order else 0
     num_matrix = sizes.MATRIX_SIDE**2 if problem.has_first_order else 0
     blocks = SelectBlocks(
         SAMPLES=padded(problem.num_samples, 16),

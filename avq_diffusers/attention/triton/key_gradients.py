@@ -1,11 +1,15 @@
-"""From codeword gradients to key and value gradients, in two launches:
+"""Key gradients kernel: one program for some keys, in the order of leaves, or for some sinks.
 
-    leaf gradients  sums each codeword's gradient over the tiles, in order, and records where a
-                    parent has exact keys.
-    key gradients   gives each key the gradients of its two codewords, divided by their key counts,
-                    and the gradients from tiles where it is exact.
+Key j has the offset k_j - c to the mean of its leaf and that of its cell, and the value offset
+e_j = v_j - v of its leaf. With the gradients of `row_gradients` and n the number of keys of a row:
 
-Shapes: as in `precompute`, T query tiles with the columns of `column_gradients`.
+    dv_j = dv_leaf / n + dv_cell / n + dA (k_j - c_leaf)
+    dk_j = dc_leaf / n + dc_cell / n + dA^T e_j
+           + 2 (ds_leaf / n + dS) (k_j - c_leaf) + 2 ds_cell / n (k_j - c_cell)
+
+Tiles that show its leaf key by key add the gradients of plain attention; so do all tiles to sinks.
+
+Shapes: as in `attention`; KEYS keys of a program.
 """
 
 from typing import NamedTuple
@@ -13,300 +17,206 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.exact import NEVER
-from avq_diffusers.attention.triton.pieces import (
-    Chunks,
-    cell_of,
-    keys_of_cell,
-    parent_of,
-    sorted_keys,
+from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
+from avq_diffusers.attention.triton.leaf_order import LeafPointers
+from avq_diffusers.attention.triton.problem import Strides
+from avq_diffusers.attention.triton.query_gradients import QueryNumbers
+from avq_diffusers.attention.triton.row_gradients import (
+    ColumnSums,
+    Queries,
+    RowGradients,
+    add_tile,
+    no_sums,
+    queries_at,
+    row_gradients_of_head,
+    sums_where_shown,
 )
-from avq_diffusers.attention.triton.sort import SortPointers
+from avq_diffusers.attention.triton.rows import Tables, product
+from avq_diffusers.attention.triton.select import ColumnPointers
+from avq_diffusers.attention.triton.softmax import load_codes, load_values
+from avq_diffusers.attention.triton.tile import head_of_tables
+from avq_diffusers.attention.triton.tokens import (
+    TokenLayout,
+    TokenPointers,
+    load_tokens,
+    tokens_of_head,
+)
 
-# Tiles a program scans at once for exact keys of its parent.
-TILES_SEEN = tl.constexpr(32)
 
+class GradTokens(NamedTuple):
+    """Where the gradients of keys and values go, and of sinks, (B, tokens, H, D) each."""
 
-@triton.jit
-def _inverse_count(log_counts_ptr, rows, is_row):
-    """1 / n from log2 n; 0 where there is no key."""
-    log_count = tl.load(log_counts_ptr + rows, mask=is_row, other=float("-inf"))
-    return tl.where(log_count >= 0, tl.exp2(-tl.maximum(log_count, 0.0)), 0.0)
-
-
-@triton.jit
-def _slots_of(parent, tiles, is_tile, refined_ptr, SIZES):
-    """(TILES) A parent's index among the refined parents of tiles, and which tiles refine it."""
-    slot = tl.zeros_like(tiles) + parent
-    is_refined = tl.full([tiles.shape[0]], SIZES.NUM_REFINED > 0, tl.int1)
-    if SIZES.SELECTS:
-        place = tl.arange(0, SIZES.REFINED_ROWS)
-        pointers = refined_ptr + tiles[:, None] * SIZES.NUM_REFINED + place[None, :]
-        mask = is_tile[:, None] & (place < SIZES.NUM_REFINED)[None, :]
-        is_slot = (tl.load(pointers, mask=mask, other=-1) == parent).to(tl.int32)
-        is_refined = tl.max(is_slot, axis=1) > 0
-        slot = tl.sum(is_slot * place[None, :], axis=1)
-    return slot, is_refined
+    key: tl.tensor
+    value: tl.tensor
+    sink_key: tl.tensor
+    sink_value: tl.tensor
 
 
 @triton.jit
-def _exact_slots(first_ptr, parent, tiles, is_tile, slot, is_refined, SIZES):
-    """(TILES) What a tile's `exact_slot` is for a parent."""
-    column_ptr = first_ptr + tiles.to(tl.int64) * SIZES.VISIBLE
-    least = tl.load(column_ptr + parent, mask=is_tile, other=NEVER)
-    if SIZES.NUM_REFINED > 0:
-        child = tl.arange(0, SIZES.CHILD_ROWS)
-        columns = SIZES.PARENT_ROWS + slot[:, None] * SIZES.CHILD_ROWS + child[None, :]
-        mask = (is_tile & is_refined)[:, None]
-        of_leaves = tl.load(column_ptr[:, None] + columns, mask=mask, other=NEVER)
-        least = tl.minimum(least, tl.min(of_leaves, axis=1))
-    return tl.where(least == NEVER, -1, tl.where(is_refined, slot, SIZES.NUM_REFINED))
-
-
-@triton.jit
-def _store_leaf_gradients(
-    pointer, log_counts_ptr, parent, of_all, of_stay, of_children, SIZES, SCALE
-):
-    """Divide the sums over tiles by key counts and write them."""
-    ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
-    numbers = tl.arange(0, of_all.shape[0])
-    is_number = numbers < ROW
-    dtype = pointer.dtype.element_ty
-    scale = tl.where(numbers < SIZES.HEAD_DIM, 1.0, SCALE)
-    every = tl.arange(0, 1) >= 0
-    row = parent + tl.arange(0, 1)
-    of_all *= scale * _inverse_count(log_counts_ptr, row, every)
-    of_stay *= scale * _inverse_count(log_counts_ptr, SIZES.PARENT_ROWS + row, every)
-    tl.store(pointer + numbers, (of_all + of_stay).to(dtype), mask=is_number)
-    if SIZES.NUM_REFINED > 0:
-        child = tl.arange(0, SIZES.CHILD_ROWS)
-        rows = 2 * SIZES.PARENT_ROWS + parent * SIZES.CHILD_ROWS + child
-        inverse = _inverse_count(log_counts_ptr, rows, child >= 0)
-        of_children = of_all[None, :] + of_children * scale[None, :] * inverse[:, None]
-        pointers = pointer + (1 + child)[:, None] * ROW + numbers[None, :]
-        tl.store(pointers, of_children.to(dtype), mask=is_number[None, :])
-
-
-@triton.jit
-def leaf_gradients_kernel(
-    log_counts_ptr,
-    refined_ptr,
-    leaf_gradients_ptr,
-    column_ptr,
-    first_ptr,
-    exact_slot_ptr,
-    num_tiles,
-    SIZES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    """Sum the gradients of one parent and its children over all tiles, TILES at a time.
-
-    leaf_gradients: (B, H, M0, 1 + CP, 2 D), of each leaf's value and key: its own plus those of the
-        parent's row for all keys.
-    first: as in `TilePointers`, with exact keys, like the next one.
-    exact_slot: (B, H, M0, T) int32, -1 where no key of the parent is exact; else the parent's index
-        among the tile's refined parents, P if it is not refined.
-    WIDTH: 2 D, padded to a power of two.
-    """
-    # Parents first: neighbours' columns are adjacent in memory.
-    parent = tl.program_id(0)
-    batch_head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    batch_parent = batch_head * SIZES.NUM_PARENTS + parent
-    first_tile = batch_head * num_tiles
-    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
-    ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
-    COLUMNS: tl.constexpr = SIZES.PARENT_ROWS + SIZES.NUM_REFINED * CHILD_ROWS
-    column_ptr += first_tile * (COLUMNS * ROW)
-    refined_ptr += first_tile * SIZES.NUM_REFINED
-
-    numbers = tl.arange(0, WIDTH)
-    is_number = numbers < ROW
-    of_all = tl.zeros([WIDTH], tl.float32)
-    of_stay = tl.zeros([WIDTH], tl.float32)
-    of_children = None
-    if SIZES.NUM_REFINED > 0:
-        child = tl.arange(0, CHILD_ROWS)
-        of_children = tl.zeros([CHILD_ROWS, WIDTH], tl.float32)
-    for first in tl.range(0, num_tiles, TILES):
-        # (TILES)
-        tiles = first + tl.arange(0, TILES)
-        is_tile = tiles < num_tiles
-        slot, is_refined = _slots_of(parent, tiles, is_tile, refined_ptr, SIZES)
-        tile_start = tiles.to(tl.int64) * (COLUMNS * ROW)
-
-        # (TILES, WIDTH)
-        pointers = column_ptr + (tile_start + parent * ROW)[:, None] + numbers[None, :]
-        gradients = tl.load(pointers, mask=is_tile[:, None] & is_number[None, :], other=0.0)
-        of_all += tl.sum(tl.where(is_refined[:, None], 0.0, gradients), axis=0)
-        of_stay += tl.sum(tl.where(is_refined[:, None], gradients, 0.0), axis=0)
-        if SIZES.NUM_REFINED > 0:
-            # (TILES, CP, WIDTH)
-            columns = SIZES.PARENT_ROWS + slot[:, None] * CHILD_ROWS + child[None, :]
-            pointers = column_ptr + (tile_start[:, None] + columns * ROW)[:, :, None]
-            mask = (is_tile & is_refined)[:, None, None] & is_number[None, None, :]
-            gradients = tl.load(pointers + numbers[None, None, :], mask=mask, other=0.0)
-            of_children += tl.sum(gradients, axis=0)
-        if SIZES.EXACT_KEYS:
-            first_of_head = first_ptr + first_tile * SIZES.VISIBLE
-            slots = _exact_slots(first_of_head, parent, tiles, is_tile, slot, is_refined, SIZES)
-            tl.store(exact_slot_ptr + batch_parent * num_tiles + tiles, slots, mask=is_tile)
-
-    leaf_gradients_ptr += batch_parent * ((1 + CHILD_ROWS) * ROW)
-    log_counts_ptr += batch_head * SIZES.ROWS
-    _store_leaf_gradients(
-        leaf_gradients_ptr, log_counts_ptr, parent, of_all, of_stay, of_children, SIZES, SCALE
-    )
-
-
-class ExactPointers(NamedTuple):
-    """What tiles with exact keys store; None without exact keys.
-
-    place, row_start: written by the leaf order kernel.
-    first, exact_column: as in `column_gradients`.
-    """
-
-    place: tl.tensor = None
-    row_start: tl.tensor = None
-    first: tl.tensor = None
-    exact_slot: tl.tensor = None  # written by the leaf gradients kernel
-    exact_column: tl.tensor = None
-
-
-@triton.jit
-def _as_exact_keys(leaf, place, is_key, parent, dims, exact, num_tiles, exact_keys, SIZES):
-    """Gradients (KEYS, DP) of one parent's values and keys, over the tiles where they are exact.
-
-    Few tiles have any, so a block of tiles is scanned and the hits are processed one by one.
-
-    leaf, place: (KEYS), each key's leaf in the cell and position in `leaf_order`.
-    """
-    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
-    NUM_REFINED: tl.constexpr = SIZES.NUM_REFINED
+def _rows_of(place, row_start_ptr, SIZES):
+    """The rows of the tables for the leaf and for the cell of keys at places in the leaf order."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
-    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
-    ROW: tl.constexpr = 2 * HEAD_DIM
-    of_values = tl.zeros([leaf.shape[0], dims.shape[0]], tl.float32)
-    of_keys = of_values
-    in_cell = place - tl.load(exact.row_start + parent)
-    row = tl.where(
-        leaf == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaf - 1
-    )
-    in_leaf = place - tl.load(exact.row_start + row, mask=is_key, other=0)
-    for start in tl.range(0, num_tiles, TILES_SEEN):
-        # (TILES_SEEN)
-        tiles = start + tl.arange(0, TILES_SEEN)
-        slots = tl.load(exact.exact_slot + tiles, mask=tiles < num_tiles, other=-1)
-        tile = -1
-        for _ in tl.range(0, tl.sum((slots >= 0).to(tl.int32), axis=0)):
-            tile = tl.min(tl.where((slots >= 0) & (tiles > tile), tiles, NEVER), axis=0)
-
-            # (KEYS)
-            column = parent + tl.zeros_like(leaf)
-            rank = in_cell
-            if NUM_REFINED > 0:
-                slot = tl.load(exact.exact_slot + tile)
-                is_refined = slot < NUM_REFINED
-                child_column = PARENT_ROWS + slot * CHILD_ROWS + leaf - 1
-                column = tl.where(is_refined & (leaf > 0), child_column, column)
-                rank = tl.where(is_refined, in_leaf, in_cell)
-            tile_start = tile.to(tl.int64)
-            first = tl.load(
-                exact.first + tile_start * SIZES.VISIBLE + column, mask=is_key, other=NEVER
-            )
-            is_exact = is_key & (first != NEVER)
-
-            # (KEYS, DP)
-            starts = (tile_start * exact_keys + first + rank) * ROW
-            pointers = exact.exact_column + starts[:, None] + dims[None, :]
-            mask = is_exact[:, None] & (dims < HEAD_DIM)[None, :]
-            of_values += tl.load(pointers, mask=mask, other=0.0)
-            of_keys += tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
-    return of_values, of_keys
+    # A cell starts with the keys that stay; the last that starts here or before has the key.
+    starts = tl.load(row_start_ptr + PARENT_ROWS + tl.arange(0, PARENT_ROWS))
+    parent = tl.sum((starts[None, :] <= place[:, None]).to(tl.int32), axis=1) - 1
+    row = PARENT_ROWS + parent
+    if SIZES.CHILD_ROWS > 0:
+        first_child = 2 * PARENT_ROWS + parent * SIZES.CHILD_ROWS
+        children = first_child[:, None] + tl.arange(0, SIZES.CHILD_ROWS)[None, :]
+        is_before = tl.load(row_start_ptr + children) <= place[:, None]
+        leaf = tl.sum(is_before.to(tl.int32), axis=1)
+        row = tl.where(leaf > 0, first_child + leaf - 1, row)
+    return row, parent
 
 
 @triton.jit
-def _exact_of_parent(exact, parent, batch_head, num_keys, num_tiles, exact_keys, SIZES):
-    """The `ExactPointers` at a head and its parent, with exact keys."""
-    if SIZES.EXACT_KEYS:
-        first_tile = batch_head * num_tiles
-        exact = ExactPointers(
-            exact.place + batch_head * num_keys,
-            exact.row_start + batch_head * SIZES.ROWS,
-            exact.first + first_tile * SIZES.VISIBLE,
-            exact.exact_slot + (batch_head * SIZES.NUM_PARENTS + parent) * num_tiles,
-            exact.exact_column + first_tile * exact_keys * (2 * SIZES.HEAD_DIM),
-        )
-    return exact
+def _add_rows(sums, found, rows, valid, SIZES):
+    """Add the gradients that some rows have for their keys."""
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    row_ptr = found.row + rows[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
+    of_values = tl.load(row_ptr, mask=valid[:, None], other=0.0)
+    of_keys = tl.load(row_ptr + DIM, mask=valid[:, None], other=0.0)
+    return ColumnSums(sums.of_values + of_values, sums.of_keys + of_keys, sums.of_spreads)
+
+
+@triton.jit
+def _offsets(tokens, tables, centre_ptr, rows, valid, SIZES):
+    """(KEYS, DP) Offsets of keys to the means of their rows."""
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    codes = load_codes(tables, rows, valid, SIZES)[0].to(tl.float32)
+    means = codes * (1.0 / SIZES.FACTOR) + tl.load(centre_ptr + dims)[None, :]
+    return tl.where(valid[:, None], tokens.to(tl.float32) - means, 0.0)
+
+
+@triton.jit
+def _add_first_order(
+    sums, found, tables, matrix, centre_ptr, key, value, row, parent, valid, SIZES
+):
+    """Add the gradients of the first-order term.
+
+    matrix: the tables of the head, with the gradient of the matrix in place of the matrix.
+    """
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    dims = tl.arange(0, DIM)
+    is_dim = (dims < SIZES.HEAD_DIM)[None, :]
+    offset = _offsets(key, tables, centre_ptr, row, valid, SIZES)
+    values, _ = load_values(tables, row, valid, SIZES)
+    value_offset = tl.where(is_dim, value.to(tl.float32) - values[0].to(tl.float32), 0.0)
+    size = matrix_size(matrix, SIZES)
+    block = matrix_block(matrix, size, 0, DIM, 0, DIM, SIZES)
+    zeros = tl.zeros(offset.shape, tl.float32)
+    of_values = sums.of_values + size * product(offset.to(block.dtype), block, zeros)
+    of_keys = sums.of_keys + size * product(value_offset.to(block.dtype), tl.trans(block), zeros)
+    of_leaf = tl.load(found.spread + row, mask=valid, other=0.0)
+    of_leaf += tl.sum(tl.load(found.of_offsets + tl.arange(0, SIZES.MATRIX_SIDE)), axis=0)
+    of_keys += of_leaf[:, None] * offset
+    offset = _offsets(key, tables, centre_ptr, parent, valid, SIZES)
+    of_keys += tl.load(found.spread + parent, mask=valid, other=0.0)[:, None] * offset
+    return ColumnSums(of_values, of_keys, sums.of_spreads)
+
+
+@triton.jit
+def _store(key_ptr, value_ptr, sums, token, valid, batch, head, number, SIZES):
+    """Write the gradients of tokens."""
+    dims = tl.arange(0, SIZES.PADDED_DIM)
+    row = (batch * number + token) * SIZES.HEADS + head
+    offsets = row[:, None] * SIZES.HEAD_DIM + dims[None, :]
+    mask = valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
+    tl.store(key_ptr + offsets, sums.of_keys, mask=mask)
+    tl.store(value_ptr + offsets, sums.of_values, mask=mask)
+
+
+@triton.jit
+def _write_sinks(queries, sinks, grads, first, STRIDES, SIZES, BLOCKS):
+    """Write the gradients of some sinks."""
+    token = first + tl.arange(0, BLOCKS.KEYS)
+    valid = token < sinks.number
+    key = load_tokens(sinks.key, token, sinks.key_stride, valid, SIZES)[0]
+    value = load_tokens(sinks.value, token, sinks.value_stride, valid, SIZES)[0]
+    bias = tl.where(valid, 0.0, float("-inf"))
+    sums = no_sums(BLOCKS.KEYS, SIZES)
+    for index in tl.range(0, queries.num_tiles):
+        tile = queries_at(queries, index, SIZES, BLOCKS.N)
+        sums = add_tile(sums, queries, tile, key, value, bias, (), STRIDES, SIZES)
+    sums = ColumnSums(sums.of_values, sums.of_keys * BLOCKS.SCALE, sums.of_spreads)
+    batch, head = queries.batch, queries.head
+    _store(grads.sink_key, grads.sink_value, sums, token, valid, batch, head, sinks.number, SIZES)
 
 
 @triton.jit
 def key_gradients_kernel(
-    leaf_ptr,
-    leaf_gradients_ptr,
-    grad_key_ptr,
-    grad_value_ptr,
-    sort: SortPointers,
-    exact: ExactPointers,
-    chunks: Chunks,
+    query_ptr,
+    query_order_ptr,
+    grad_output_ptr,
+    tables: Tables,
+    grad_tables: Tables,
+    tokens: TokenPointers,
+    leaves: LeafPointers,
+    columns: ColumnPointers,
+    numbers: QueryNumbers,
+    found: RowGradients,
+    grads: GradTokens,
+    num_queries,
     num_tiles,
-    exact_keys,
+    query_strides: Strides,
+    grad_strides: Strides,
+    key_layout: TokenLayout,
+    sink_layout: TokenLayout,
+    STRIDES: tl.constexpr,
     SIZES: tl.constexpr,
-    CELLS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SCALE: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Write the gradients of the keys in one piece of one parent.
+    """Write the gradients of some keys, or of some sinks.
 
-    leaf: written by the aggregation.
-    grad_key, grad_value: (B, S, H, D).
+    grad_tables: the tables, with the gradient of the first-order matrix in place of the matrix.
     """
-    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
-    TOKEN: tl.constexpr = SIZES.HEADS * HEAD_DIM
-    ROW: tl.constexpr = 2 * HEAD_DIM
-    head = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
     batch_head = batch * SIZES.HEADS + head
-    sorted_of_head = sorted_keys(sort, batch_head, chunks, CELLS)
-    leaf_ptr += batch_head * chunks.num_keys
-    first_token = batch * chunks.num_keys * TOKEN + head * HEAD_DIM
-    grad_key_ptr += first_token
-    grad_value_ptr += first_token
-
-    parent, part = parent_of(tl.program_id(2), sorted_of_head, CELLS)
-    if parent >= SIZES.NUM_PARENTS:
-        return
-    cell = cell_of(parent, sorted_of_head, CELLS)
-    parent_row = batch_head * SIZES.NUM_PARENTS + parent
-    leaf_gradients_ptr += parent_row * ((1 + SIZES.CHILD_ROWS) * ROW)
-    exact = _exact_of_parent(
-        exact, parent, batch_head, chunks.num_keys, num_tiles, exact_keys, SIZES
+    queries = Queries(
+        query_ptr,
+        grad_output_ptr,
+        query_order_ptr,
+        numbers,
+        query_strides,
+        grad_strides,
+        batch,
+        head,
+        num_queries,
+        num_tiles,
     )
+    if SIZES.SINKS:
+        sinks = tokens_of_head(tokens.sink_key, tokens.sink_value, sink_layout, batch, head, SIZES)
+        if index * BLOCKS.KEYS < sinks.number:
+            _write_sinks(queries, sinks, grads, index * BLOCKS.KEYS, STRIDES, SIZES, BLOCKS)
+            return
+        index -= tl.cdiv(sinks.number, BLOCKS.KEYS)
+    keys = tokens_of_head(tokens.key, tokens.value, key_layout, batch, head, SIZES)
+    tables = head_of_tables(tables, batch_head, head, SIZES)
+    found = row_gradients_of_head(found, batch_head, SIZES)
+    place = index * BLOCKS.KEYS + tl.arange(0, BLOCKS.KEYS)
+    valid = place < keys.number
+    token = tl.load(leaves.leaf_order + batch_head * keys.number + place, mask=valid, other=0)
+    row, parent = _rows_of(place, leaves.row_start + batch_head * SIZES.ROWS, SIZES)
+    key = load_tokens(keys.key, token, keys.key_stride, valid, SIZES)[0]
+    value = load_tokens(keys.value, token, keys.value_stride, valid, SIZES)[0]
 
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    stop = tl.minimum((part + 1) * CELLS.PIECE, cell.total)
-    for block in tl.range(part * CELLS.PIECE, stop, KEYS):
-        # (KEYS)
-        rank = block + tl.arange(0, KEYS)
-        is_key = rank < stop
-        keys = keys_of_cell(rank, is_key, cell)
-        leaf = tl.zeros([KEYS], tl.int32)
-        if SIZES.NUM_REFINED > 0:
-            leaf = tl.load(leaf_ptr + cell.first + rank, mask=is_key, other=0)
-
-        # (KEYS, DP)
-        mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        pointers = leaf_gradients_ptr + leaf[:, None] * ROW + dims[None, :]
-        of_values = tl.load(pointers, mask=mask, other=0.0)
-        of_keys = tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
-        if SIZES.EXACT_KEYS:
-            place = tl.load(exact.place + cell.first + rank, mask=is_key, other=0)
-            exact_values, exact_codes = _as_exact_keys(
-                leaf, place, is_key, parent, dims, exact, num_tiles, exact_keys, SIZES
-            )
-            of_values += exact_values
-            of_keys += exact_codes * SCALE
-        offsets = keys.to(tl.int64)[:, None] * TOKEN + dims[None, :]
-        tl.store(grad_value_ptr + offsets, of_values, mask=mask)
-        tl.store(grad_key_ptr + offsets, of_keys, mask=mask)
+    sums = no_sums(BLOCKS.KEYS, SIZES)
+    if SIZES.REFINES == "threshold":
+        level_ptr = columns.level + batch_head * num_tiles * SIZES.ROWS
+        bias = tl.zeros([BLOCKS.KEYS], tl.float32)
+        sums = sums_where_shown(
+            queries, level_ptr, 2, row, valid, key, value, bias, (), STRIDES, SIZES, BLOCKS
+        )
+        sums = ColumnSums(sums.of_values, sums.of_keys * BLOCKS.SCALE, sums.of_spreads)
+    sums = _add_rows(sums, found, row, valid, SIZES)
+    sums = _add_rows(sums, found, parent, valid, SIZES)
+    if SIZES.FIRST_ORDER:
+        matrix = head_of_tables(grad_tables, batch_head, head, SIZES)
+        centre_head = batch_head if SIZES.OWN_CENTRE else head.to(tl.int64)
+        centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
+        sums = _add_first_order(
+            sums, found, tables, matrix, centre_ptr, key, value, row, parent, valid, SIZES
+        )
+    _store(grads.key, grads.value, sums, token, valid, batch, head, keys.number, SIZES)

@@ -65,6 +65,8 @@ class Given(NamedTuple):
     grad_query: Any = None
     grad_key: Any = None
     grad_value: Any = None
+    grad_sink_key: Any = None
+    grad_sink_value: Any = None
 
 
 def pointers_of(dtypes: Given) -> Given:
@@ -130,7 +132,7 @@ class Problem(NamedTuple):
     def variant(self) -> "Problem":
         """The problem without what does not affect compilation: batch, strides, the threshold, and
         token counts beyond whether samples decide."""
-        _, heads, num_queries, head_dim = self.query.shape
+        _, heads, _, head_dim = self.query.shape
         anything = Layout(torch.Size((1, heads, 1, head_dim)), ())
         query = anything
         if self.num_samples < self.spec.query_tile:
@@ -186,7 +188,7 @@ class Problem(NamedTuple):
         codes, wide = (dtype, torch.float32) if self.is_stored else (None, None)
         orders = self.query_order, self.key_order
         inputs = dtype, dtype, dtype, sinks, sinks, *orders, parents, codes, wide, wide
-        outputs = dtype, torch.int32, dtype, dtype, dtype, dtype
+        outputs = dtype, torch.int32, dtype, dtype, dtype, dtype, sinks, sinks
         return pointers_of(Given(*inputs, *outputs))
 
 

@@ -1,9 +1,8 @@
 """Select kernel: what each query tile attends to, as a list of columns.
 
-With a threshold, a cell is shown as its parent, as its leaves, or leaf by leaf as its keys, whatever
-is the coarsest level at which a further column would mend at most the threshold. With m the mean
-attention of some queries of the tile, s a spread and size the mean of |q|^2 / D, times the squared
-scale:
+With a threshold, a cell is shown as its parent, as its leaves, or leaf by leaf as its keys: at the
+coarsest level at which a further column would mend at most the threshold. With m the mean attention
+of some queries of the tile, s a spread and size the mean of |q|^2 / D, times the squared scale:
 
     refine parent p   m_p (growth(size s_p) - growth(size mean spread of its leaves))
                       > threshold (number of its leaves - 1)
@@ -362,7 +361,7 @@ def select_kernel(
     index = tl.program_id(0) // SIZES.HEADS
     batch = tl.program_id(1).to(tl.int64)
     batch_head = batch * SIZES.HEADS + head
-    if SIZES.REFINES == "threshold" and index < programs.pieces:
+    if CELLS.LEAVES and index < programs.pieces:
         order_leaves(
             leaf_ptr,
             piece_counts_ptr,

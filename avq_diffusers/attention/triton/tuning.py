@@ -207,36 +207,26 @@ def update_tiling(
 
 @dataclass(frozen=True)
 class GradientTiling:
-    """`leaf_tiles` are the query tiles summed at once, by `leaf_warps`."""
+    """How the gradients are split.
 
-    choice: AttentionTiling  # for recomputing a query tile's choices
-    columns: int  # columns of a query tile whose gradients are computed at once
-    leaf_tiles: int
-    leaf_warps: int
-    keys: int  # keys whose gradients one warp writes at once
+    num_warps: for gradients of rows and keys.
+    """
+
+    attention: AttentionTiling  # for the gradients of a query tile
+    rows: int  # of the tables whose gradients one program sums
+    keys: int  # whose gradients one program writes
+    tiles: int  # whose levels are read at once
+    num_warps: int
 
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
-    """The tiling of the gradients, measured on an H200."""
-    is_large = problem.instructions == "wgmma"
-    head_dim = problem.query.shape[3]
-    padded_dim, parent_rows, child_rows = problem.padded_sizes
-    child_rows = max(1, child_rows)
-    leaf_numbers = child_rows * padded(2 * head_dim)
-    choice = AttentionTiling(
-        num_warps=4 if is_large and head_dim <= 64 else 8,
-        num_stages=1,
-        parents_per_block=max(1, 32 // child_rows),
-        parent_block=parent_rows if parent_rows <= 128 else 64,
+    """The tiling of the gradients."""
+    columns = min(32, BLOCK_SIZES[problem.reduction])
+    rows = padded(problem.spec.query_tile, 16)
+    attention = AttentionTiling(
+        num_warps=-(-rows // 16), num_stages=1, codewords=columns, keys=columns, leaves=columns
     )
-    return GradientTiling(
-        choice=_reduced(choice, problem),
-        columns=min(64 if is_large else 32, BLOCK_SIZES[problem.reduction]),
-        # One warp is an order of magnitude faster than four while its sums fit registers.
-        leaf_tiles=max(1, 2048 // leaf_numbers),
-        leaf_warps=max(1, leaf_numbers // 2048),
-        keys=min(32, (1024 if problem.exact_keys and not is_large else 2048) // padded_dim),
-    )
+    return GradientTiling(attention, rows=columns, keys=columns, tiles=32, num_warps=4)
 
 
 def clamped_power_of_2(number: int, least: int, most: int) -> int:
