@@ -386,23 +386,16 @@ def _select_launch(
     num_matrix = sizes.MATRIX_SIDE**2 if problem.has_first_order else 0
     blocks = SelectBlocks(
         SAMPLES=padded(problem.num_samples, 16),
-        M=min(tiling.parents, sizes.PARENT_ROWS),
-        P=max(1, tiling.parents // max(1, sizes.CHILD_ROWS)),
-        K=tiling.sinks,
+        M=min(tiling.rows, sizes.PARENT_ROWS),
+        P=max(1, tiling.rows // max(1, sizes.CHILD_ROWS)),
+        K=tiling.rows,
         KEYS=tiling.keys,
         SCALE=problem.scale,
         LEVELS=levels,
     )
     chosen = {"programs": Programs(num_pieces, num_matrix), "BLOCKS": blocks}
     grid = heads * (num_pieces + num_matrix + problem.num_tiles), batch, 1
-    return Launch(
-        select_kernel,
-        grid,
-        arguments | chosen,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        maxnreg=tiling.max_registers,
-    )
+    return Launch(select_kernel, grid, arguments | chosen, num_warps=tiling.num_warps, num_stages=1)
 
 
 def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout:

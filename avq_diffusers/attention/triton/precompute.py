@@ -152,7 +152,6 @@ def precompute_launches(
             of_pieces,
             num_warps=tiling.leaf_warps,
             num_stages=tiling.leaf_stages,
-            maxnreg=tiling.leaf_registers,
         ),
     ]
     return Precompute(launches, arguments, centre)

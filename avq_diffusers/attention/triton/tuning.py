@@ -52,10 +52,12 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
         return replace(tiling, codewords=16, keys=16)
     if has_mma or dtype == torch.float32:
         return tiling
-    # Measured on an H200: fewer instructions and more programs beat more warps.
-    columns = 64 if head_dim <= 64 else 32
-    tiling = replace(tiling, num_stages=2, codewords=columns, keys=columns, max_registers=128)
-    return replace(tiling, rest_dims=32) if 64 < head_dim < 96 else tiling
+    # Measured on an H200: two programs on a multiprocessor beat one without spills.
+    if head_dim <= 64:
+        return replace(tiling, num_stages=2, codewords=64, keys=64, max_registers=128)
+    if head_dim < 96:
+        return replace(tiling, num_stages=2, max_registers=128, rest_dims=32)
+    return replace(tiling, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,15 @@ class SelectTiling:
     """How the choice of columns is split."""
 
     num_warps: int
-    num_stages: int
-    max_registers: int | None
-    parents: int  # parents, stays or children per matmul
-    sinks: int  # per matmul
+    rows: int  # parents, stays, children or sinks per matmul
     keys: int = 64  # that a program of the leaf order places at once
 
 
 def select_tiling(problem: Problem) -> SelectTiling:
-    """The tiling of the select kernel."""
-    rows = padded(problem.num_samples, 16)
-    columns = min(BLOCK_SIZES[problem.reduction], 32 if problem.dtype == torch.float32 else 64)
-    return SelectTiling(
-        max(1, rows // 32), num_stages=1, max_registers=None, parents=columns, sinks=columns
-    )
+    """The tiling of the select kernel, measured on an H200."""
+    num_warps = max(1, padded(problem.num_samples, 16) // 32)
+    most = 32 if problem.dtype == torch.float32 else 64
+    return SelectTiling(num_warps, min(BLOCK_SIZES[problem.reduction], most))
 
 
 @dataclass(frozen=True)
@@ -100,12 +97,6 @@ class PrecomputeTiling:
     leaf_keys: int  # keys per matmul
     leaf_warps: int
     leaf_stages: int
-    # Per thread of the aggregation; None leaves it to the compiler.
-    leaf_registers: int | None = None
-
-
-# A100, B200 and RTX 50, where sums of 64 keys spill for head dims above 64.
-FEW_LEAF_KEYS = ((8, 0), (10, 0), (12, 0))
 
 
 def precompute_tiling(problem: Problem) -> PrecomputeTiling:
@@ -149,17 +140,8 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     )
     if spec.num_children > 16:
         tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
-    elif means and padded_dim <= 64:
-        # As many as fit without a spill: more programs share a multiprocessor.
-        tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
     elif means:
-        # Sums of keys and values in one warp spill.
-        tiling = replace(
-            tiling,
-            leaf_keys=32,
-            leaf_warps=1,
-            piece_keys=min(tiling.piece_keys, 1024),
-        )
+        tiling = replace(tiling, piece_keys=min(tiling.piece_keys, 1024))
     if problem.dtype == torch.float32:
         return replace(
             tiling,
@@ -169,7 +151,6 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
             leaf_keys=32,
             leaf_warps=4,
             leaf_stages=1,
-            leaf_registers=None,
         )
     return tiling
 
