@@ -89,7 +89,9 @@ def _offsets(tokens, tables, centre_ptr, rows, valid, SIZES):
 
 
 @triton.jit
-def _add_first_order(sums, found, tables, matrix, centre_ptr, key, value, row, parent, valid, SIZES):
+def _add_first_order(
+    sums, found, tables, matrix, centre_ptr, key, value, row, parent, valid, SIZES
+):
     """Add the gradients of the first-order term.
 
     matrix: the tables of the head, with the gradient of the matrix in place of the matrix.
@@ -104,9 +106,7 @@ def _add_first_order(sums, found, tables, matrix, centre_ptr, key, value, row, p
     block = matrix_block(matrix, size, 0, DIM, 0, DIM, SIZES)
     zeros = tl.zeros(offset.shape, tl.float32)
     of_values = sums.of_values + size * product(offset.to(block.dtype), block, zeros)
-    of_keys = sums.of_keys + size * product(
-        value_offset.to(block.dtype), tl.trans(block), zeros
-    )
+    of_keys = sums.of_keys + size * product(value_offset.to(block.dtype), tl.trans(block), zeros)
     of_leaf = tl.load(found.spread + row, mask=valid, other=0.0)
     of_leaf += tl.sum(tl.load(found.of_offsets + tl.arange(0, DIM // BLOCK)), axis=0)
     of_keys += of_leaf[:, None] * offset
@@ -140,9 +140,7 @@ def _write_sinks(queries, sinks, grads, first, STRIDES, SIZES, BLOCKS):
         sums = add_tile(sums, queries, tile, key, value, bias, (), STRIDES, SIZES)
     sums = ColumnSums(sums.of_values, sums.of_keys * BLOCKS.SCALE, sums.of_spreads)
     batch, head = queries.batch, queries.head
-    _store(
-        grads.sink_key, grads.sink_value, sums, token, valid, batch, head, sinks.number, SIZES
-    )
+    _store(grads.sink_key, grads.sink_value, sums, token, valid, batch, head, sinks.number, SIZES)
 
 
 @triton.jit

@@ -34,7 +34,9 @@ from avq_diffusers.attention.triton.softmax import (
 from avq_diffusers.attention.triton.tile import (
     SQUARED_LN2,
     head_of_tables,
+    load_queries,
     output_rows,
+    query_rows,
     size_of,
     store_dims,
     whole_tile,
@@ -134,19 +136,31 @@ def _add_tokens(tile, of_centre, tokens, token, valid, sums, SIZES):
 
 
 @triton.jit
-def _first_order(query, grad, seen, tables, SIZES):
+def _pull(grad_ptr, strides, tile, tables, STRIDE, SIZES):
+    """(BLOCK_N, DP) The transposed matrix times gradients of outputs, some of their dims at once,
+    because the whole matrix spills."""
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    SOME: tl.constexpr = DIM if DIM < 32 else 32
+    largest = matrix_size(tables, SIZES)
+    pulled = tl.zeros([tile.token.shape[0], DIM], tl.float32)
+    for first in tl.range(0, DIM, SOME):
+        dims = first + tl.arange(0, SOME)
+        grad = load_tile(grad_ptr, strides, tile, dims, STRIDE, SIZES)
+        matrix = matrix_block(tables, largest, first, SOME, 0, DIM, SIZES)
+        pulled = product(grad, tl.trans(matrix), pulled)
+    return pulled * largest
+
+
+@triton.jit
+def _first_order(query, pulled, seen, SIZES):
     """The gradients of the first-order term.
 
     Returns:
         grad_query: (BLOCK_N, DP), divided by LN2.
         grad_seen, share: (BLOCK_N).
     """
-    DIM: tl.constexpr = SIZES.PADDED_DIM
     guard = 1.0 / (1.0 + seen * size_of((query,), SIZES))
     share = seen * guard
-    largest = matrix_size(tables, SIZES)
-    matrix = tl.trans(matrix_block(tables, largest, 0, DIM, 0, DIM, SIZES))
-    pulled = product(grad, matrix, tl.zeros(query.shape, tl.float32)) * largest
     wide = query.to(tl.float32)
     grad_share = tl.sum(wide * pulled, axis=1)
     of_size = share * share * grad_share * (2.0 * SQUARED_LN2 / SIZES.HEAD_DIM)
@@ -180,12 +194,21 @@ def query_gradients_kernel(
     """
     tile = whole_tile(query_order_ptr, num_queries, SIZES, BLOCKS.N)
     tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
+    softmax = attend_tile(
+        load_queries(query_rows(query_ptr, query_strides, tile, STRIDES.QUERY), tile, SIZES),
+        tile,
+        tables,
+        tokens,
+        leaves,
+        columns,
+        key_layout,
+        sink_layout,
+        SIZES,
+        BLOCKS,
+    )
     dims = tl.arange(0, SIZES.PADDED_DIM)
     query = load_tile(query_ptr, query_strides, tile, dims, STRIDES.QUERY, SIZES)
     grad = load_tile(grad_output_ptr, grad_strides, tile, dims, STRIDES.GRAD, SIZES)
-    softmax = attend_tile(
-        (query,), tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
-    )
     total = total_weight(softmax, SIZES)
     log_total = softmax.running_max + tl.log2(total)
     delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
@@ -195,7 +218,8 @@ def query_gradients_kernel(
     grad_seen = ()
     if SIZES.FIRST_ORDER:
         seen = total_spread(softmax, SIZES) / total
-        grad_query, of_seen, share = _first_order(query, grad, seen, tables, SIZES)
+        pulled = _pull(grad_output_ptr, grad_strides, tile, tables, STRIDES.GRAD, SIZES)
+        grad_query, of_seen, share = _first_order(query, pulled, seen, SIZES)
         delta += of_seen * seen
         grad_seen += (of_seen,)
         tl.store(numbers.grad_seen + number, of_seen, mask=tile.valid)

@@ -147,12 +147,12 @@ def sums_where_shown(
         index = first - 1
         for _ in tl.range(0, tl.sum(has_shown, axis=0)):
             index = tl.min(tl.where((has_shown > 0) & (tiles > index), tiles, NEVER), axis=0)
-            level = tl.load(level_ptr + index.to(tl.int64) * SIZES.ROWS + rows, mask=is_row, other=0)
+            level = tl.load(
+                level_ptr + index.to(tl.int64) * SIZES.ROWS + rows, mask=is_row, other=0
+            )
             tile = queries_at(queries, index, SIZES, BLOCKS.N)
             shown_bias = tl.where(level == LEVEL, bias, float("-inf"))
-            sums = add_tile(
-                sums, queries, tile, codes, values, shown_bias, spread, STRIDES, SIZES
-            )
+            sums = add_tile(sums, queries, tile, codes, values, shown_bias, spread, STRIDES, SIZES)
     return sums
 
 
