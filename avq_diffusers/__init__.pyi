@@ -12,6 +12,7 @@ from .hosts.verbs import (
     gather_codebooks,
     remove_avq,
     set_num_refined,
+    set_threshold,
     summary,
 )
 
@@ -32,5 +33,6 @@ __all__ = [
     "scalecrafter",
     "select_layers",
     "set_num_refined",
+    "set_threshold",
     "summary",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, TypeVar
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
@@ -23,6 +23,8 @@ _CONFIGURATION = re.compile(
 DEFAULT_THRESHOLD = 1e-4
 SIZES = ("num_parents", "num_children")
 RESOLUTIONS = ("threshold", "num_refined")  # exactly one decides
+
+AnySpec = TypeVar("AnySpec", bound="Spec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class Spec:
         return self.num_parents + self.num_refined * self.num_children
 
     @property
-    def any_threshold(self) -> Self:
+    def any_threshold(self) -> "Spec":
         """The same with one threshold in place of any other."""
         return self if self.threshold is None else self.changed(threshold=DEFAULT_THRESHOLD)
 
@@ -160,7 +162,7 @@ class Spec:
             values["num_refined"] = None
         return cls(**values, threshold=threshold)
 
-    def changed(self, **values: Any) -> Self:
+    def changed(self: AnySpec, **values: Any) -> AnySpec:
         """The same with other values; a threshold takes the place of `num_refined`, and vice versa.
 
         Args:
@@ -170,7 +172,7 @@ class Spec:
             values = dict.fromkeys(RESOLUTIONS) | values
         return replace(self, **values)
 
-    def resized(self, text: str) -> Self:
+    def resized(self: AnySpec, text: str) -> AnySpec:
         """These options with the sizes of a configuration string.
 
         Args:
@@ -196,8 +198,8 @@ class AVQConfig(Spec):
         num_parents, num_children, threshold, num_refined, codewords, num_updates, query_tile: as in
             `Spec`.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the grid's tokens.
-        levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
-            of a transformer.
+        levels: UNet levels whose self-attention is replaced, where it has any; 0 is the highest
+            resolution, and all of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them.
         key_norm: normalize keys with a learnable LayerNorm before quantizing them.
@@ -263,7 +265,7 @@ class AVQConfig(Spec):
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's sizes) or `"M256"` (flat VQ).
+        """Parse `"M64C8T1e-4"` (threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
 
         Args:
             text: the configuration string.
@@ -289,11 +291,11 @@ class AVQConfig(Spec):
 
     def for_layer(self, name: str, level: int) -> "AVQConfig":
         """The configuration of one layer, with its overrides applied."""
-        values = dict(self.overrides.get(str(level), {}))
+        config = self._with(self.overrides.get(str(level), {}))
         prefixes = [key for key in self.overrides if is_within(name, key)]
         for prefix in sorted(prefixes, key=len):
-            values.update(self.overrides[prefix])
-        return self._with(values)
+            config = config._with(self.overrides[prefix])
+        return config
 
     def _with(self, values: Mapping[str, Any]) -> "AVQConfig":
         return self.changed(overrides={}, **values)
@@ -351,7 +353,7 @@ def check_tolerance(name: str, value: float) -> None:
         )
 
 
-def check_threshold(value: Any) -> float:
+def check_threshold(value: Any, name: str = "threshold") -> float:
     """Check that a threshold is a number of at least 0, and return it as a float.
 
     Raises:
@@ -359,9 +361,9 @@ def check_threshold(value: Any) -> float:
         ValueError: `value` is negative or NaN.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"threshold must be a number, but got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{name} must be a number, but got {value!r} ({type(value).__name__}).")
     if not 0 <= value <= math.inf:
-        raise ValueError(f"threshold must be at least 0, but got {value}.")
+        raise ValueError(f"{name} must be at least 0, but got {value}.")
     return float(value)
 
 

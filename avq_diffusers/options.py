@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.captions import read_caption_list
-from avq_diffusers.config import check_text, check_tolerance
+from avq_diffusers.config import check_text, check_threshold, check_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +40,24 @@ def numbers_of(option: str, text: str) -> tuple[int, ...]:
 
 def tolerances_of(option: str, text: str) -> tuple[float, ...]:
     """Read a comma-separated list of tolerances; errors name `option`."""
+    tolerances = _fractions_of(option, text)
+    for tolerance in tolerances:
+        check_tolerance(option, tolerance)
+    return tolerances
+
+
+def thresholds_of(option: str, text: str) -> tuple[float, ...]:
+    """Read a comma-separated list of thresholds; errors name `option`."""
+    return tuple(check_threshold(x, option) for x in _fractions_of(option, text))
+
+
+def _fractions_of(option: str, text: str) -> tuple[float, ...]:
     try:
-        tolerances = tuple(map(float, text.split(",")))
+        return tuple(map(float, text.split(",")))
     except ValueError as error:
         raise ValueError(
             f"{option} must be numbers such as 0.1 or 0.05,0.1, but got {text!r}."
         ) from error
-    for tolerance in tolerances:
-        check_tolerance(option, tolerance)
-    return tolerances
 
 
 def check_positive(option: str, value: float) -> None:

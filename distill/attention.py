@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.exact import exact_attention
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts import AttentionFunction, replace_attention
 
@@ -37,9 +37,9 @@ def train_attention(
             setattr(layer.attn, CHILD, function.to(layer.anchor.weight.device))
 
 
-def attend_exactly(tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+def attend_exactly(tensors: Tensors, spec: Spec, backend: str) -> Attended:
     """Softmax attention over all keys and sinks, for `train_attention`."""
-    return exact_attention(tensors), "exact"
+    return Attended(exact_attention(tensors), "exact")
 
 
 def with_sinks(tokens: Tensor, sinks: Tensor | None) -> Tensor:

@@ -43,8 +43,7 @@ class ObjectiveConfig(Config):
             the latents, so that the first denoising steps count more. `"sampling"` approximates
             what an error in the predicted noise at t adds to an image in 25 steps, for models that
             predict noise.
-        full_spawning: refine all parents during training and ignore `avq.num_refined` and
-            `avq.exact_keys`.
+        full_spawning: refine all parents during training and ignore `avq.num_refined`.
         project_children: keep the mean of each parent's children at the parent.
         diveq: train the codewords with gradients instead of EMA.
     """
@@ -120,10 +119,11 @@ class DistillConfig(Config):
         seed: seed of all random numbers.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
             that exports nothing.
-        avq: sizes, and the `levels` whose self-attention is replaced. `codewords: stored` trains
-            codebooks; `codewords: means` takes the codewords from the keys of each call, so that
-            only the projections are trained. Instead of sizes, a file may name a saved
-            `ErrorProfile` of the base model, `profile: FILE`, and a `tolerance`.
+        avq: sizes, a threshold or `num_refined`, and the `levels` whose self-attention is replaced.
+            `codewords: stored` trains codebooks and needs `num_refined`; `codewords: means` takes
+            the codewords from the keys of each call, so that only the projections are trained.
+            Instead of sizes, a file may name a saved `ErrorProfile` of the base model, `profile:
+            FILE`, and a `tolerance`.
         data: images and captions.
         objective: losses.
         codebooks: initialization and updates of the codebooks; None with `codewords: means`.

@@ -23,7 +23,7 @@ def save_sheet(
 ) -> None:
     """Generate the config's prompts with teacher and student, and save the sheet as a PNG.
 
-    The student is what the run would export now, with `config.avq.num_refined`.
+    The student is what the run would export now, with the options of `config.avq`.
     """
     half = pipe.unet.dtype != torch.float32  # VAE and text encoder are float32
     # A compiled teacher would recompile for every shape and processor.

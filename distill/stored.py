@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from avq_diffusers import AVQCodebooks, AVQConfig, gather_codebooks
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.diagnostics import capture
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, ema_decay
@@ -53,7 +53,7 @@ class StoredAttention(nn.Module):
         # Arguments for `capture`, from one image of the last batch.
         self.sample: dict[str, Tensor] = {}
 
-    def forward(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+    def forward(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Attend with queries and keys (B, H, N, D), after the key norm."""
         query, key = tensors.query, tensors.key
         if self.training:

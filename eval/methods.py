@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import DiffusionPipeline, ModelMixin, StableDiffusionPipeline, UNet2DConditionModel
-from torch import Tensor
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -27,7 +26,7 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.exact import keys_and_values
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
 from avq_diffusers.hosts import attention_replaced, has_unet
@@ -53,13 +52,13 @@ COMPUTATION = ("num_updates", "query_tile", "query_order", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # its noise is shared with no image of a table
 
 
-def own_values(tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+def own_values(tensors: Tensors, spec: Spec, backend: str) -> Attended:
     """Negative control: grid tokens only attend to themselves and the text.
 
     Without text, they get their own values.
     """
     if tensors.sink_key is None:
-        return tensors.value, NO_ATTENTION
+        return Attended(tensors.value, NO_ATTENTION)
     query, num_tokens = tensors.query, tensors.key.shape[2]
     key, value = keys_and_values(tensors)
     rows = tensors.query_order[:num_tokens].long()  # the text's come after them
@@ -67,12 +66,10 @@ def own_values(tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]
     mask[rows, :num_tokens] = False
     mask[rows, tensors.key_order.long()] = True
     output = F.scaled_dot_product_attention(query, key, value, mask, scale=tensors.scale)
-    return output, NO_ATTENTION
+    return Attended(output, NO_ATTENTION)
 
 
-def peer_attention(
-    method: MethodName, tensors: Tensors, spec: Spec, backend: str
-) -> tuple[Tensor, str]:
+def peer_attention(method: MethodName, tensors: Tensors, spec: Spec, backend: str) -> Attended:
     """A peer's attention over the grid tokens in query order, followed by the text."""
     order, key_order = tensors.query_order.long(), tensors.key_order.long()
     query, key, value = tensors[:3]
@@ -82,7 +79,7 @@ def peer_attention(
     inputs = arranged(method.source, query[:, :, order], key, value)
     output = attention_in_order(method.source, method.setting, inputs, tensors.scale)
     found = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return found.index_copy_(2, order, output), method.source
+    return Attended(found.index_copy_(2, order, output), method.source)
 
 
 def network_of(pipe: DiffusionPipeline) -> ModelMixin:
@@ -126,7 +123,7 @@ class Method:
         """
         method = replace(self, importance_tile=importance_tile)
         if self.own is not None:
-            return replace(method, own=replace(self.own, **fields))
+            return replace(method, own=self.own.changed(**fields))
         config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
         codebooks = AVQCodebooks.from_config(config)
         codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
@@ -142,7 +139,7 @@ class Method:
         if self.codebooks is not None:
             configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
         refined = {} if self.num_refined is None else {"num_refined": self.num_refined}
-        return [replace(config, **refined) for config in configs]
+        return [config.changed(**refined) for config in configs]
 
     @property
     def has_own_codewords(self) -> bool:
@@ -174,7 +171,7 @@ class Method:
 
         `config` gives the sizes and form of the codewords and the layers kept exact, or
         `"LinFusion"`. Effective codewords, M0 + P C, are what a query attends to, the paper's cost,
-        averaged over layers.
+        averaged over layers; None with a threshold, where they depend on the image.
         """
         configs = self.layer_configs
         labels = [LINFUSION_CONFIG] if self.linfusion is not None else []
@@ -182,14 +179,14 @@ class Method:
             is_own = self.has_own_codewords
             labels += dict.fromkeys(config_label(config, own=is_own) for config in configs)
             labels += exact_labels(self.own or self.codebooks.avq_config)
-        effective = [config.num_visible for config in configs]
+        effective = [config.columns for config in configs]
         return {
             "method": self.name,
             "config": ", ".join(labels) or None,
             "origin": self.origin,
             "sha256": self.sha256,
             "levels": list(self.levels),
-            "effective_codewords": mean(effective) if effective else None,
+            "effective_codewords": mean(effective) if effective and None not in effective else None,
         }
 
 
@@ -288,9 +285,9 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
 
 def tiled_attention(
     tensors: Tensors, spec: Spec, backend: str, *, importance_tile: int
-) -> tuple[Tensor, str]:
+) -> Attended:
     """The definition with an `importance_tile`, in place of a layer's AVQ."""
-    return reference.avq_attention(tensors, spec, importance_tile), "reference"
+    return Attended(reference.avq_attention(tensors, spec, importance_tile), "reference")
 
 
 @contextmanager

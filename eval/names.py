@@ -4,16 +4,17 @@ A name is a word, a configuration or a folder, with suffixes in this order:
 
     exact, value-projection, tome, fa2, cudnn, limit, linfusion
     tome@.75                ToMe, merging 0.75 of the tokens instead of half
-    pooled@E256             pooled blocks of neighbours, with the best 256 keys exact
+    pooled@256              pooled blocks of neighbours, with the best 256 keys exact
     pisa@.15, pisa0@.15     PISA of first or zeroth order, with 0.15 of the blocks exact
     sol@1.3                 Sol-Attn with a threshold of 1.3
-    M64P16C8, M192          a configuration to calibrate
+    M64C8T1e-4              a threshold, with codewords from the call's own keys
+    M64P16C8, M192          the paper's sizes and flat VQ, to calibrate
     runs/m64/codebooks      a folder of codebooks or LinFusion layers
     @L01                    levels 0 and 1 instead of --levels (tome and configurations)
     -up_blocks.1            the layers of this block stay exact (configurations)
     @P8                     8 refined parents (configurations and codebooks)
     /fastest, /tuned        the default route, or changed projections
-    /means                  mean keys in place of codewords
+    /means                  mean keys in place of stored codewords
     /own, /own1             mean keys, with codewords from the call's own keys; with one update
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from avq_diffusers import AVQConfig
+from avq_diffusers.config import sizes_of
 from eval.store.markdown import figure
 
 EXACT = "exact"
@@ -38,13 +40,12 @@ WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
 FOLDER, STORED, OWN, FASTEST, TUNED = "folder", "stored", "own", "fastest", "tuned"
 LINFUSION_CONFIG = "LinFusion"  # the `config` of its rows
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
-POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
-SETTING_FORM = re.compile(rf"({'|'.join((TOME, *PEERS))})@(\d*\.?\d+)")
+SETTING_FORM = re.compile(rf"({'|'.join((TOME, POOLED, *PEERS))})@(\d*\.?\d+)")
 CONFIG_FORM = re.compile(
-    r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
+    r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
 )
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
-PATH_SIGNS = "/\\."  # no configuration contains one
+PATH_SIGNS = "/\\"  # no configuration contains one
 TOME_LEVELS, TOME_RATIO = (0,), 0.5  # tomesd's defaults
 LEVELS = (0, 1)
 
@@ -77,7 +78,7 @@ KINDS = {
     CUDNN: Kind(CUDNN, STEPS, "cuDNN"),
     LIMIT: Kind(LIMIT, STEPS, "limit"),
     LINFUSION: Kind(LINFUSION, (UNET_STEP,), "LinFusion"),
-    POOLED: Kind("pooled@E256", (KEYS,)),
+    POOLED: Kind("pooled@256", (KEYS,)),
     PISA: Kind(
         "pisa@.15", (TRANSFORMER_IMAGES, TRANSFORMER_STEP, KEYS), "PISA, {:.0%} of the blocks"
     ),
@@ -87,8 +88,8 @@ KINDS = {
     SOL: Kind("sol@1.3", (TRANSFORMER_STEP, KEYS), "Sol-Attn, threshold {:g}"),
     FOLDER: Kind("runs/m64/codebooks", (UNET_IMAGES,)),
     STORED: Kind("M64P16C8", (UNET_IMAGES, UNET_STEP, KEYS)),
-    OWN: Kind("M64P16C8/own", (*IMAGES, *STEPS, KEYS)),
-    FASTEST: Kind("M64P16C8/fastest", STEPS),
+    OWN: Kind("M64C8T1e-4, M64P16C8/own", (*IMAGES, *STEPS, KEYS)),
+    FASTEST: Kind("M64C8T1e-4/fastest", STEPS),
     TUNED: Kind("M64P16C8/tuned", (UNET_STEP,)),
 }
 
@@ -101,18 +102,19 @@ class MethodName:
         source: one of `WORDS` or `KEYS_ONLY`, a configuration or a folder.
         kind: its key in `KINDS`.
         config: the configuration with all suffixes applied; None for words and folders.
+        own: whether codewords come from the keys of each call.
         levels: levels in tome's suffix.
         num_refined: refined parents in a folder's suffix.
-        exact_keys: exact keys of pooled blocks.
-        setting: a peer's density or threshold, tome's share of merged tokens.
+        setting: a peer's density or threshold, exact keys of pooled blocks, tome's share of merged
+            tokens.
     """
 
     source: str
     kind: str
     config: AVQConfig | None = None
+    own: bool = False
     levels: tuple[int, ...] | None = None
     num_refined: int | None = None
-    exact_keys: int | None = None
     setting: float | None = None
 
     @property
@@ -124,11 +126,6 @@ class MethodName:
     def tuned(self) -> bool:
         """Whether projections change, as in distilled codebooks."""
         return self.kind == TUNED
-
-    @property
-    def own(self) -> bool:
-        """Whether codewords come from the keys of each call."""
-        return self.kind == OWN
 
     @property
     def is_stored(self) -> bool:
@@ -149,21 +146,19 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
             raise ValueError(f"methods: {word} takes no levels, but got {name!r}.")
         setting = TOME_RATIO if word == TOME else None
         return MethodName(word, word, levels=_levels_of(digits), setting=setting)
-    if form := POOLED_FORM.fullmatch(name):
-        return MethodName(POOLED, POOLED, exact_keys=int(form[1]))
     if form := SETTING_FORM.fullmatch(name):
         return MethodName(form[1], form[1], setting=float(form[2]))
     folder, refined = FOLDER_FORM.fullmatch(name).groups()
     if Path(name).is_dir():
         folder, refined = name, None
     source, digits, exact, config_refined, way, updates = CONFIG_FORM.fullmatch(name).groups()
-    kind = OWN if updates is not None else way if way in (FASTEST, TUNED) else STORED
     try:
+        own = updates is not None or ("threshold" in sizes_of(source) and way != "means")
         config = AVQConfig.parse(
             source,
             levels=_levels_of(digits) or levels,
             exact=(exact,) if exact else (),
-            codewords="means" if kind == OWN or way == "means" else "stored",
+            codewords="means" if own or way == "means" else "stored",
             num_updates=int(updates or 0),
         )
         if config_refined is not None:
@@ -176,15 +171,16 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
             raise ValueError(f"methods: there is no folder {folder}.") from None
         raise ValueError(
             f"methods must be {', '.join(WORDS)}, folders of codebooks or of LinFusion layers, or "
-            f"configurations such as M64P16C8, M64P16C8@L0, M64P16C8-up_blocks.2 or M64P16C8@P8: "
-            f"{error}"
+            f"configurations such as M64C8T1e-4, M64P16C8, M64P16C8@L0, M64P16C8-up_blocks.2 or "
+            f"M64P16C8@P8: {error}"
         ) from None
     if Path(folder).is_dir():
         raise ValueError(
             f"methods: {folder} is a configuration, but also a folder here; write ./{folder} for "
             "the folder."
         )
-    return MethodName(source, kind, config)
+    kind = way if way in (FASTEST, TUNED) else OWN if own else STORED
+    return MethodName(source, kind, config, own)
 
 
 def check_place(name: str, place: str) -> None:
@@ -213,7 +209,9 @@ def _levels_of(digits: str | None) -> tuple[int, ...] | None:
 
 
 def config_label(config: AVQConfig, *, own: bool = False) -> str:
-    """Sizes and form of the codewords: `M64P16C8`, `M64`, `M64/means`, `M64P16C8/own1`."""
+    """Sizes and form of the codewords: `M64C8T1e-4`, `M64P16C8`, `M64/means`, `M64P16C8/own1`."""
+    if own and config.threshold is not None and not config.num_updates:
+        return str(config)
     if own:
         return f"{config}/own{config.num_updates or ''}"
     return f"{config}/means" if config.codewords == "means" else str(config)
@@ -227,23 +225,29 @@ def codewords_form(label: str) -> str:
 
 def method_name(config: AVQConfig, *, own: bool = False) -> str:
     """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, plus options the paper does not have."""
+    sizes = [config.num_parents, config.num_refined, config.num_children]
     if config.num_children:
-        name = f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
+        name = f"AVQ {'/'.join(str(size) for size in sizes if size is not None)}"
     else:
         name = f"VQ {config.num_parents}"
-    forms = [f"{config.exact_keys} exact keys"] if config.exact_keys else []
-    if own:
+    forms = []
+    if config.threshold is not None:
+        forms.append(f"threshold {str(config).rpartition('T')[2]}")
+    elif own:
         forms.append("own codewords")
-        if config.num_updates:
-            forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
-    elif config.codewords == "means":
+    if own and config.num_updates:
+        forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
+    elif not own and config.codewords == "means":
         forms.append("mean keys")
     return ", ".join([name, *forms])
 
 
 def method_label(name: str) -> str:
-    """The name that tables and plots print."""
-    method = timed_method(name)
+    """What tables and plots print; an unknown name, as an older result may have, stays as it is."""
+    try:
+        method = timed_method(name)
+    except ValueError:
+        return name
     config = method.config
     if config is None:
         levels = _level_labels(method.levels, TOME_LEVELS) if method.kind == TOME else []

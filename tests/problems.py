@@ -36,8 +36,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "part of a projection": lambda x: torch.cat([x + 1, x, x - 1], -1).chunk(3, -1)[1],
     "every second token": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
 }
-# Shares of the larger value below which roundings may decide which codeword or parent is taken.
-KEY_TIE, PARENT_TIE = 1e-4, 1e-3
+# Shares of the larger value below which roundings may decide which codeword is taken, and at which
+# level a tile shows it.
+KEY_TIE, LEVEL_TIE = 1e-4, 1e-3
 # And the share of a key's squared norm.
 ROUNDING = 1e-9
 # Float64 against the definition in float64.
@@ -157,8 +158,9 @@ class Choices(TorchFunctionMode):
     Attributes:
         distances: (B, H, S, codewords) squared, of the parents in their order of use, then of the
             leaves of every key's parent.
-        scores: (B, H, M) per query tile: of parents, and with exact keys also of leaves.
-        ends: (B, H, M) keys of the leaves up to each, by falling score, if there are exact keys.
+        scores: (B, H, M0) per query tile, what parents are ranked by.
+        gains: (B, H, M0) and (B, H, M) per query tile, what is compared with the threshold.
+        refined: (B, H, M) per query tile, leaves of parents that the threshold refines.
     """
 
     def __init__(self, problem: Problem, backend: str) -> None:
@@ -166,18 +168,21 @@ class Choices(TorchFunctionMode):
         self.problem, self.backend = problem, backend
         self.distances: list[Tensor] = []
         self.scores: list[Tensor] = []
-        self.ends: list[Tensor] = []
+        self.gains: list[Tensor] = []
+        self.refined: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for function, found, values in (
-            (Tensor.argmin, self.distances, args[:1]),
-            (Tensor.argsort, self.scores, args[:1]),
-            (Tensor.cumsum, self.ends, (result,)),
+        for function, found in (
+            (Tensor.argmin, self.distances),
+            (Tensor.argsort, self.scores),
+            (Tensor.__and__, self.refined),
         ):
             if func is function:
-                found += values
-        return result
+                found.append(args[0])
+        # Counts are compared with an int.
+        if func is Tensor.gt and isinstance(args[1], float):
+            self.gains.append(args[0])
+        return func(*args, **(kwargs or {}))
 
     def clear_keys(self) -> Tensor:
         """(B, H, S) keys whose choices, also in updates, no rounding can change."""
@@ -202,10 +207,9 @@ class Choices(TorchFunctionMode):
         return following.isinf() | (following - least > KEY_TIE * (following + least) + rounding)
 
     def clear_queries(self) -> Tensor:
-        """(B, H, N) queries of tiles whose choices of parents and of exact keys are clear.
+        """(B, H, N) queries of tiles whose levels are clear; none if a key is not.
 
-        The last refined parent beats the next one, and so do the last leaf that is exact and the
-        first one that is not. No query is clear if a key is not.
+        The last refined parent beats the next one, or nothing gains about as much as the threshold.
         """
         options, query = self.problem.options, self.problem.tokens["query"]
         num_queries, num_refined = query.shape[2], options["num_refined"]
@@ -214,34 +218,30 @@ class Choices(TorchFunctionMode):
             return ~clear
         order = options.get("query_order")
         order = torch.arange(num_queries, device=query.device) if order is None else order
-        has_exact = options.get("exact_keys", 0) > 0
-        tie = PARENT_TIE
-        if has_exact and self.backend == "triton":  # whose scores come from rounded means of keys
-            tie += float(self.problem.largest_logits().amax()) * torch.finfo(query.dtype).eps
         for i, tile in enumerate(order.split(options["query_tile"])):
-            of_parents = self.scores[2 * i if has_exact else i]
-            if 0 < num_refined < options["num_parents"]:
-                ranked = of_parents.sort(-1, descending=True).values
+            if num_refined is None:
+                clear[:, :, tile] &= self._clear_gains(i)[..., None]
+            elif 0 < num_refined < options["num_parents"]:
+                ranked = self.scores[i].sort(-1, descending=True).values
                 last, following = ranked[..., num_refined - 1], ranked[..., num_refined]
-                clear[:, :, tile] &= _beats(last, following)[..., None]
-            if has_exact:
-                gain = self.scores[2 * i + 1].sort(dim=-1, descending=True).values
-                ends = self.ends[i]
-                num_exact = (ends <= options["exact_keys"]).sum(-1, keepdim=True)
-                # Equal keys gain nothing or a rounding, and then have gradients of their own.
-                members = ends.diff(dim=-1, prepend=torch.zeros_like(ends[..., :1]))
-                may_be = ((gain == 0) & (members > 1)).any(-1, keepdim=True)
-                may_be &= ends[..., -1:] > options["exact_keys"]
-                gain = F.pad(gain, (1, 2))  # nothing comes before the first, nor after the last
-                gain[..., 0] = 2 * gain[..., 1]
-                last, following, third = (gain.gather(-1, num_exact + j) for j in range(3))
-                is_clear = _beats(last, following, tie) & _beats(following, third, tie)
-                clear[:, :, tile] &= is_clear & ~may_be
+                is_clear = (last - following > LEVEL_TIE * last) | (following == 0)
+                clear[:, :, tile] &= is_clear[..., None]
         return clear
 
-
-def _beats(value: Tensor, other: Tensor, tie: float = PARENT_TIE) -> Tensor:
-    return (value - other > tie * value) | (other == 0)
+    def _clear_gains(self, tile: int) -> Tensor:
+        """(B, H) whether no gain of a tile that counts is about the threshold."""
+        threshold, query = self.problem.options["threshold"], self.problem.tokens["query"]
+        of_parents, of_leaves = self.gains[2 * tile : 2 * tile + 2]
+        if math.isinf(threshold):
+            return torch.ones_like(of_parents[..., 0], dtype=torch.bool)
+        tie = LEVEL_TIE
+        if self.backend == "triton":  # whose logits come from rounded means of keys
+            tie += float(self.problem.largest_logits().amax()) * torch.finfo(query.dtype).eps
+        clear = [
+            (gain == 0) | ((gain - threshold).abs() > tie * gain.clamp(min=threshold))
+            for gain in (of_parents, of_leaves)
+        ]
+        return clear[0].all(-1) & (clear[1] | ~self.refined[tile]).all(-1)
 
 
 class Outcome(NamedTuple):
@@ -389,9 +389,14 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     num_children = draw("num_children", 0, 1, rng.randint(2, 4), rng.randint(5, 9))
     some = rng.randint(1, max(1, num_parents - 1))
     draw("num_refined", *((0, num_parents, some, some, some) if num_children else (0,)))
-    draw("codewords", "means", "stored" if has_codebook else "means")
+    codewords = draw("codewords", "means", "stored" if has_codebook else "means")
+    has_threshold = codewords == "means" and fixed.get("num_refined") is None
+    draw(
+        "threshold", None, *((math.inf, *[10 ** rng.uniform(-5, -1)] * 3) if has_threshold else ())
+    )
+    if drawn["threshold"] is not None:
+        drawn["num_refined"] = None
     draw("num_updates", 0, 0, 1, 2)
-    draw("exact_keys", 0, 0, rng.randint(1, num_keys))
     draw("query_tile", 1, 7, 16, 16, 128, rng.randint(1, 400))
     draw("scale", None, None, 0.01, 0.1, 0.5)
     draw("query_order", None, torch.int32, torch.int64)

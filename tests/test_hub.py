@@ -77,7 +77,7 @@ def test_it_gives_what_the_library_gives(repository, loader, backend):
     """Catches an import, an operator or a module that is lost on the way."""
     device = "cuda" if backend == "triton" else "cpu"
     fixed = {"queries": 100, "keys": 100, "head_dim": 64, "num_parents": 12, "num_children": 4}
-    fixed |= {"num_refined": 3, "exact_keys": 0, "codewords": "means", "dtype": torch.float32}
+    fixed |= {"num_refined": 3, "threshold": None, "codewords": "means", "dtype": torch.float32}
     fixed |= {"device": device, "backend": backend}
     problems = [draw_problem(Random(3), has_codebook=x, **fixed) for x in (False, True)]
     parts = [

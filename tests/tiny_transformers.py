@@ -25,7 +25,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T
 from avq_diffusers import AVQConfig
 
 CONFIG = AVQConfig.parse("M4P2C2", query_tile=16)
-EXACT = AVQConfig.parse("M4P4C2E1000", query_tile=16)
+EXACT = AVQConfig.parse("M4C2T0", query_tile=16)
 NUM_TEXT = 24
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
 

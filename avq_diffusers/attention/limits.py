@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import DEFAULT_THRESHOLD, Spec
+from avq_diffusers.config import Spec
 
 HAS_TRITON = find_spec("triton") is not None
 # Triton's matmul instruction by major compute capability. Others have "mma" (Ampere, Ada, consumer
@@ -87,9 +87,8 @@ def kind_of_call(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
     Args:
         tensors, spec: the checked call.
     """
-    if spec.threshold is not None:
-        spec = spec.changed(threshold=DEFAULT_THRESHOLD)
-    return tensors.query.device, tensors.query.dtype, tensors.query.shape[3], spec
+    query = tensors.query
+    return query.device, query.dtype, query.shape[3], spec.any_threshold
 
 
 def _fault(tensors: Tensors, spec: Spec) -> str | None:

@@ -15,7 +15,7 @@ from avq_diffusers.attention import torch_backward, torch_forward
 from avq_diffusers.attention.autograd import make_differentiable
 from avq_diffusers.attention.flops import forward_flops
 from avq_diffusers.attention.guarded import guarded, kernels
-from avq_diffusers.attention.schema import CALL, call_of, shapes_of
+from avq_diffusers.attention.schema import CALL, call_of, query_tile_of, shapes_of
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
 
@@ -70,8 +70,8 @@ make_differentiable(kernel_attention, by_kernels=True)
 @kernel_attention.register_fake
 @torch_attention.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    _, spec = call_of((query, *others))
-    return torch_forward.empty_tokens(query), torch_forward.empty_shown(query, spec.query_tile)
+    shown = torch_forward.empty_shown(query, query_tile_of(others))
+    return torch_forward.empty_tokens(query), shown
 
 
 @register_flop_formula([x._opoverload.overloadpacket for x in (torch_attention, kernel_attention)])

@@ -79,7 +79,7 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     representatives = torch.cat([found.parents, found.leaves], dim=2)
     # Differentiable: queries see less of a leaf whose keys come closer.
     spreads = spread(key, cell, found.parents), spread(key, leaf, found.leaves)
-    has_term = spec.means and tensors.parents is None
+    has_term = spec.means and tensors.children is None
     matrix = first_order(key, value, leaf, found.leaves) if has_term else None
 
     output = torch.empty_like(query)
@@ -204,8 +204,8 @@ def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Ten
     key_offsets = key - _take(leaves, leaf)
     value_offsets = value - _take(_means(value, leaf, leaves), leaf)
     variance = key_offsets.square().sum(dim=(2, 3))[..., None, None]
-    tiny = torch.finfo(variance.dtype).tiny
-    return value_offsets.mT @ key_offsets / variance.clamp(min=tiny)
+    # Not a clamp, through whose tiny number gradients would overflow.
+    return value_offsets.mT @ key_offsets / variance.where(variance > 0, 1)
 
 
 @torch.no_grad()

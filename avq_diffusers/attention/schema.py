@@ -32,6 +32,12 @@ def arguments_of(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
     return *tensors, spec.numbers, spec.threshold
 
 
+def query_tile_of(arguments: Sequence[Any]) -> int:
+    """The query tile in an operator's arguments, symbolic while a compiler traces."""
+    numbers, _ = arguments[-2:]
+    return numbers[-1]
+
+
 def shapes_of(arguments: Sequence[Any]) -> tuple[Sequence[int], int, int, Spec]:
     """The arguments of `flops.forward_flops`, of an operator's with shapes for tensors."""
     shapes: tuple[Any, Spec] = call_of(arguments)

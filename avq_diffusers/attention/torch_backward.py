@@ -54,6 +54,7 @@ from avq_diffusers.attention.torch_forward import (
     summarize,
     take,
     tile_queries,
+    variance_of,
     width,
 )
 from avq_diffusers.codebook.assignment import (
@@ -176,9 +177,9 @@ def _write_gradients(
         by_leaf = _through_means(summary, sums, term, of_key, of_value)
     else:
         by_leaf = moments.gradients(tensors.value.flatten(0, 1))
-    for grad, found_grad in zip((grad_key, grad_value), by_leaf, strict=True):
-        if grad is not None and found_grad is not None:
-            _write_by_leaf(grad, found_grad, summary.leaves)
+    for grad, sorted_grad in zip((grad_key, grad_value), by_leaf, strict=True):
+        if grad is not None and sorted_grad is not None:
+            _write_by_leaf(grad, sorted_grad, summary.leaves)
     for grad, of_rows in zip(grad_sinks, (sums.keys, sums.values), strict=True):
         if grad is not None and of_rows is not None:
             grad.copy_(of_rows[summary.sink_rows, : grad.shape[3]].reshape(grad.shape))
@@ -282,18 +283,20 @@ def _through_means(
     summary: Summary, sums: _Sums, term: _FirstOrder | None, for_keys: bool, for_values: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of keys and values (H S, D), leaf by leaf."""
-    grad_keys = _of_sums(summary, sums.keys) if for_keys else None
-    grad_values = _of_sums(summary, sums.values) if for_values else None
+    grad_keys, grad_values = (
+        _of_sums(summary, of_rows) if needed and of_rows is not None else None
+        for needed, of_rows in ((for_keys, sums.keys), (for_values, sums.values))
+    )
     if term is None or not (for_keys or for_values):
         return grad_keys, grad_values
+    assert summary.offsets is not None  # own codewords are means
     codewords = summary.codewords
     heads, head_dim = len(term.matrix), term.matrix.shape[1]
     value_offsets, key_offsets = summary.offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
-    variance = key_offsets.square().sum(dim=(1, 2))[:, None, None]
-    grad_matrix = term.grad_matrix() / variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    grad_matrix = term.grad_matrix() / variance_of(key_offsets)
     if grad_values is not None:
         grad_values += (key_offsets @ grad_matrix.mT).flatten(0, 1)
-    if grad_keys is not None:
+    if grad_keys is not None and sums.values is not None:
         grad_keys += (value_offsets @ grad_matrix).flatten(0, 1)
         of_spreads = sums.values[: codewords.counts.numel(), head_dim, None]
         of_spreads = 2 * of_spreads.unflatten(0, codewords.counts.shape)

@@ -275,8 +275,13 @@ def _averages(by_leaf: Tensor, leaves: Leaves) -> tuple[Tensor, Tensor]:
 def _first_order(offsets: Tensor, heads: int) -> Tensor:
     """How values follow keys inside leaves, C (H, D, D), of their offsets (H S, 2 D)."""
     values, keys = offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
-    variance = keys.square().sum(dim=(1, 2))[:, None, None]
-    return values.mT @ keys / variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    return values.mT @ keys / variance_of(keys)
+
+
+def variance_of(offsets: Tensor) -> Tensor:
+    """What C is divided by, (H, 1, 1), of the keys' offsets (H, S, D); 1 if they are 0."""
+    variance = offsets.square().sum(dim=(1, 2))[:, None, None]
+    return variance.where(variance > 0, 1)
 
 
 def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> Leaves:
@@ -349,8 +354,8 @@ class Chosen(NamedTuple):
         if self.number is not None:
             length = chunk_length(device, elements(self.number + sinks), most)
             for start in range(0, len(spans), length):
-                pairs = slice(start, start + length)
-                yield pairs, self._rows(summary, pairs, self.number)
+                part = slice(start, start + length)
+                yield part, self._rows(summary, part, self.number)
             return
         order = spans.sum(dim=-1).sort(descending=True, stable=True)
         numbers, start = order.values.tolist(), 0
@@ -379,8 +384,8 @@ class Chosen(NamedTuple):
         rows = rows.where(place < ends[:, -1:], len(summary.keys) - 1)
         if summary.num_sinks == 0:
             return rows
-        sinks = summary.sink_rows
-        sinks = torch.arange(sinks.start, sinks.stop, device=spans.device).view(heads, -1)
+        first, end = summary.sink_rows.start, summary.sink_rows.stop
+        sinks = torch.arange(first, end, device=spans.device).view(heads, -1)
         return torch.cat([rows, sinks[head]], dim=-1)
 
 
@@ -398,39 +403,49 @@ def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chose
 
     length = chunk_length(queries.device, len(counts) * is_query.shape[1] * counts[0].numel())
     parts = zip(queries.split(length, dim=1), is_query.split(length), strict=True)
-    spans = [_spans(*part, summary, spec) for part in parts]
+    if spec.num_refined is not None:
+        spans = [_spans_of_refined(*part, summary, spec.num_refined) for part in parts]
+    else:
+        assert spec.threshold is not None
+        spans = [_spans_of_threshold(*part, summary, spec.threshold) for part in parts]
     return Chosen(torch.cat(spans, dim=1), spec.columns)
 
 
-def _spans(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
+def _spans_of_refined(
+    queries: Tensor, is_query: Tensor, summary: Summary, num_refined: int
+) -> Tensor:
+    """`Chosen.spans` of tiles that refine as many cells, from their queries (H, T, I, W); others
+    (T, I) are padding."""
+    spreads = summary.codewords.spreads
+    score = _importance(queries, is_query, summary)
+    if spreads is not None:
+        score = score * spreads[:, None, :, 0]
+    # topk leaves the order of ties undefined.
+    ranking = score.sort(dim=-1, descending=True, stable=True).indices
+    refined = torch.zeros_like(score, dtype=torch.bool)
+    refined = refined.scatter_(-1, ranking[..., :num_refined], True)[..., None]
+    of_leaves = refined.expand(*score.shape, summary.leaves.shape[2])
+    return torch.cat([~refined, of_leaves], dim=-1).flatten(2).int()
+
+
+def _spans_of_threshold(
+    queries: Tensor, is_query: Tensor, summary: Summary, threshold: float
+) -> Tensor:
     """`Chosen.spans` of tiles, from the queries (H, T, J, W) that decide; others (T, J) are
     padding."""
-    counts = summary.codewords.counts
-    spreads, keys = summary.codewords.spreads, counts[:, None, :, 1:].int()
-    if spec.num_refined is not None:
-        score = _importance(queries, is_query, summary)
-        if spreads is not None:
-            score = score * spreads[:, None, :, 0]
-        # topk leaves the order of ties undefined.
-        ranking = score.sort(dim=-1, descending=True, stable=True).indices
-        refined = torch.zeros_like(score, dtype=torch.bool)
-        refined.scatter_(-1, ranking[..., : spec.num_refined], True)
-        of_leaves = refined[..., None].expand(*refined.shape, counts.shape[2] - 1)
-        return torch.cat([~refined[..., None], of_leaves], dim=-1).flatten(2).int()
-
+    counts, spreads = summary.codewords.counts, summary.codewords.spreads
     assert spreads is not None  # a threshold needs means
     cells, leaves = _masses(queries, is_query, summary)
     head_dim = summary.codewords.keys.shape[3]
-    numbers = is_query.sum(dim=-1)
-    size = queries[..., :head_dim].square().sum(dim=(2, 3)) / (numbers * head_dim)
+    size = queries[..., :head_dim].square().sum(dim=(2, 3)) / (head_dim * is_query.sum(dim=-1))
     size = size[..., None, None]
     inside = (counts * spreads)[..., 1:].sum(dim=-1) / counts[..., 0].clamp(min=1)
     further = ((counts[..., 1:] > 0).sum(dim=-1) - 1)[:, None]
-    spreads = spreads[:, None]
+    keys, spreads = counts[:, None, :, 1:].int(), spreads[:, None]
     gain = growth(size[..., 0] * spreads[..., 0]) - growth(size[..., 0] * inside[:, None])
-    refined = (cells * gain / further.clamp(min=1) > spec.threshold) | (further <= 0)
+    refined = (cells * gain / further.clamp(min=1) > threshold) | (further <= 0)
     gain = leaves * growth(size * spreads[..., 1:]) / keys.clamp(min=1)
-    of_leaves = torch.where(gain > spec.threshold, keys, keys.clamp(max=1))
+    of_leaves = torch.where(gain > threshold, keys, keys.clamp(max=1))
     of_cells = ~refined & (counts[:, None, :, 0] > 0)
     return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)
 

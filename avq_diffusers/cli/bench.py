@@ -1,4 +1,4 @@
-"""`avq bench`: speed against PSNR for several numbers of refined parents, or tolerances."""
+"""`avq bench`: speed against PSNR for several thresholds, refined parents, or tolerances."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,13 @@ from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.core import AVQSource, refinable_parents
-from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of
+from avq_diffusers.hosts.verbs import (
+    apply_avq,
+    avq_disabled,
+    set_num_refined,
+    set_threshold,
+    states_of,
+)
 from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
@@ -29,6 +35,7 @@ HEADINGS = ("", "seconds", "speed", "PSNR dB", "cold step", "warm step")
 LEGEND = """seconds per image, speed relative to exact attention, PSNR to its images,
 seconds of the first step (cold: includes compilation) and of the next (warm)"""
 THUMBNAIL = 256
+USUAL_THRESHOLDS = (1e-3, 4e-4, 1e-4, 2.5e-5)
 
 
 class ChoiceResult(NamedTuple):
@@ -52,6 +59,7 @@ def bench_model(
     request: ImageRequest,
     out: Path,
     *,
+    thresholds: Sequence[float] | None,
     numbers: Sequence[int] | None,
     tolerances: Sequence[float] | None,
     num_images: int,
@@ -63,10 +71,12 @@ def bench_model(
     apply_avq(pipe, source, route="always")
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
-        if tolerances is None:
+        if tolerances is not None:
+            choices = tolerance_choices(pipe, source, tolerances, request)
+        elif numbers is not None or model.codebooks is not None:
             choices = refined_choices(pipe, numbers)
         else:
-            choices = tolerance_choices(pipe, source, tolerances, request)
+            choices = threshold_choices(pipe, thresholds or USUAL_THRESHOLDS)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
     print(LEGEND)
@@ -74,6 +84,13 @@ def bench_model(
     plot_bench(results, f"{Path(model.name).name}, {size}, steps {request.steps}", out)
     save_sheet(bench_sheet(results, list(map(str, requests))), out)
     print(f"plot:  {out}\nsheet: {sheet_path(out)}")
+
+
+def threshold_choices(
+    pipe: DiffusionPipeline, thresholds: Sequence[float]
+) -> dict[str, Callable[[], Any]]:
+    """The same threshold in all layers. Returns label -> function that sets the choice."""
+    return {f"{x:g} threshold": partial(set_threshold, pipe, x) for x in thresholds}
 
 
 def refined_choices(
@@ -101,7 +118,7 @@ def refined_choices(
 def tolerance_choices(
     pipe: DiffusionPipeline, source: AVQSource, tolerances: Sequence[float], request: ImageRequest
 ) -> dict[str, Callable[[], Any]]:
-    """The sizes within each tolerance, measured on the request's image.
+    """The thresholds within each tolerance, measured on the request's image.
 
     Returns label -> function that sets the choice; the first one to run measures.
     """

@@ -31,9 +31,9 @@ def calibrate_model(
     pipe: DiffusionPipeline, model: ModelRequest, prompts: Sequence[str], **arguments: Any
 ) -> AVQCodebooks:
     """Calibrate codebooks in the paper's form; other arguments go to `calibrate`."""
-    config, guidance_scale = _config_for(pipe, model), usual_guidance(pipe)
-    config = replace(config, codewords="stored")
-    return calibrate(pipe, prompts, config, guidance_scale=guidance_scale, **arguments)
+    sizes = model.sizes or AVQConfig.parse("M64P16C8")
+    config = replace(_config_for(pipe, replace(model, sizes=sizes)), codewords="stored")
+    return calibrate(pipe, prompts, config, guidance_scale=usual_guidance(pipe), **arguments)
 
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:

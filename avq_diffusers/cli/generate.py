@@ -17,11 +17,19 @@ from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.hosts.verbs import (
+    apply_avq,
+    avq_disabled,
+    set_num_refined,
+    set_threshold,
+    summary,
+)
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
-LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents, of which each query
-tile refines P into C children each, and E exact keys; calls: per layer, one per step"""
+LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents with C children
+each, and T, the error that a further column of a query tile must mend, or P, the parents
+that each tile refines; columns: codewords + keys that a tile attends to, on average; calls:
+per layer, one per step"""
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
@@ -30,6 +38,7 @@ def generate_image(
     request: ImageRequest,
     out: Path,
     *,
+    threshold: float | None,
     num_refined: int | None,
     tolerance: float | None,
 ) -> None:
@@ -38,6 +47,8 @@ def generate_image(
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
     apply_avq(pipe, source, route="always")
+    if threshold is not None:
+        set_threshold(pipe, threshold)
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
     with dilation(pipe, request):
@@ -72,7 +83,7 @@ def generate_image(
     closer = closer if model.codebooks is None else "a larger --num-refined"
     print(outcome(times, likeness, closer))
     if tolerance is not None:
-        print("The tolerance is for the model's output (noise, velocity) per step, not the image.")
+        print("The tolerance is for the model's output (noise, velocity), not for the image.")
     print(f"image: {out}\nsheet: {sheet_path(out)}")
 
 

@@ -13,8 +13,8 @@ import typer
 
 from avq_diffusers.cli.hub import check_found, loading_codebooks
 from avq_diffusers.cli.output import check_image_path, sheet_path
-from avq_diffusers.cli.request import ImageRequest, ModelRequest
-from avq_diffusers.config import check_tolerance
+from avq_diffusers.cli.request import ImageRequest, ModelRequest, check_one_of
+from avq_diffusers.config import check_threshold, check_tolerance
 from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
     LARGEST_SEED,
@@ -27,6 +27,7 @@ from avq_diffusers.options import (
     numbers_of,
     read_prompts,
     text_or_none,
+    thresholds_of,
     tolerances_of,
 )
 
@@ -56,7 +57,8 @@ Codebooks = Annotated[
     str | None,
     typer.Option(
         help="Folder or Hub id of codebooks for a UNet. They bring their own sizes: not with "
-        "--config, --levels, --exact or tolerances. By default, codewords are keys of the image."
+        "--config, --levels, --exact, thresholds or tolerances. By default, codewords are keys of "
+        "the image."
     ),
 ]
 Device = Annotated[
@@ -65,15 +67,16 @@ Device = Annotated[
 Config = Annotated[
     str | None,
     typer.Option(
-        help="Sizes: M64P16C8 has 64 parents, of which each query tile refines 16 into 8 children "
-        "each; M64P16C8E256 adds 256 exact keys. By default as in apply_avq."
+        help="M64C8T1e-4 has 64 parents with 8 children each, and shows each query tile the "
+        "columns that mend more than a threshold of 1e-4 of its attention; M64P16C8 refines 16 "
+        "parents per tile. By default as in apply_avq."
     ),
 ]
 Levels = Annotated[
     str | None,
     typer.Option(
         help="UNet levels with AVQ, such as 0,1 (0 is the highest resolution, and all of a "
-        "transformer); by default the highest resolution with self-attention."
+        "transformer); by default 0 and 1, or the highest resolution with self-attention."
     ),
 ]
 Exact = Annotated[
@@ -133,18 +136,26 @@ def generate(
     steps: Steps = 25,
     guidance_scale: GuidanceScale = None,
     seed: Seed = 0,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Error of the attention that a further column must mend, overriding --config: "
+            "smaller is closer to exact attention, which is 0."
+        ),
+    ] = None,
     num_refined: Annotated[
         int | None,
         typer.Option(
-            help="Parents refined per query tile, overriding --config or --codebooks; not with "
-            "--tolerance."
+            help="In place of a threshold, parents refined per query tile, overriding --config or "
+            "--codebooks."
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Run the fastest sizes that keep the model's output (noise, velocity) per step "
-            "within this relative error, such as 0.02; measured on this prompt first."
+            help="In place of a threshold, run the fastest ones that keep the model's output "
+            "(noise, velocity) in all steps within this relative error, such as 0.02; measured on "
+            "this prompt first."
         ),
     ] = None,
     device: Device = None,
@@ -157,14 +168,16 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    if num_refined is not None and tolerance is not None:
-        raise ValueError("--num-refined and --tolerance exclude each other; drop one of them.")
+    dial = {"--threshold": threshold, "--num-refined": num_refined, "--tolerance": tolerance}
+    check_one_of(dial)
+    if threshold is not None:
+        check_threshold(threshold, "--threshold")
     if tolerance is not None:
         check_tolerance("--tolerance", tolerance)
     chosen = ModelRequest.from_options(
         *(model, codebooks, config, levels, exact, device),
         refined=() if num_refined is None else [num_refined],
-        has_tolerance=tolerance is not None,
+        needs_own_codewords=threshold is not None or tolerance is not None,
     )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
@@ -173,7 +186,12 @@ def generate(
 
     from avq_diffusers.cli.generate import generate_image
 
-    generate_image(chosen, request, out, num_refined=num_refined, tolerance=tolerance)
+    generate_image(
+        *(chosen, request, out),
+        threshold=threshold,
+        num_refined=num_refined,
+        tolerance=tolerance,
+    )
 
 
 @app.command()
@@ -191,18 +209,25 @@ def bench(
     steps: Steps = 25,
     guidance_scale: GuidanceScale = None,
     seed: Seed = 0,
+    thresholds: Annotated[
+        str | None,
+        typer.Option(
+            help="Thresholds, such as 4e-4,1e-4; not with --codebooks. By default from 1e-3 to "
+            "2.5e-5."
+        ),
+    ] = None,
     refined: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of refined parents, such as 0,4,16, at most the parents of --config; by "
-            "default from none to all."
+            help="Instead, numbers of refined parents, such as 0,4,16, at most the parents of "
+            "--config; with --codebooks by default from none to all."
         ),
     ] = None,
     tolerances: Annotated[
         str | None,
         typer.Option(
-            help="Instead, relative errors of the model's output per step, such as 0.01,0.02,0.05; "
-            "not with --codebooks."
+            help="Instead, relative errors of the model's output, such as 0.01,0.02,0.05; not with "
+            "--codebooks."
         ),
     ] = None,
     images: Annotated[
@@ -213,20 +238,21 @@ def bench(
         Path, typer.Option(help="The plot of speed and PSNR; the sheet goes beside it.")
     ] = Path("avq_bench.png"),
 ) -> None:
-    """Time images with exact attention and with AVQ, at several numbers of refined parents or
-    tolerances.
+    """Time images with exact attention and with AVQ, at several thresholds, numbers of refined
+    parents or tolerances.
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     check_image_path(out, sheet_path(out))
-    if refined is not None and tolerances is not None:
-        raise ValueError("--refined and --tolerances exclude each other; drop one of them.")
+    dials = {"--thresholds": thresholds, "--refined": refined, "--tolerances": tolerances}
+    check_one_of(dials)
+    fractions = None if thresholds is None else thresholds_of("--thresholds", thresholds)
     numbers = None if refined is None else numbers_of("--refined", refined)
     limits = None if tolerances is None else tolerances_of("--tolerances", tolerances)
     chosen = ModelRequest.from_options(
         *(model, codebooks, config, levels, exact, device),
         refined=numbers or (),
-        has_tolerance=limits is not None,
+        needs_own_codewords=thresholds is not None or tolerances is not None,
     )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
@@ -235,7 +261,13 @@ def bench(
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(chosen, request, out, numbers=numbers, tolerances=limits, num_images=images)
+    bench_model(
+        *(chosen, request, out),
+        thresholds=fractions,
+        numbers=numbers,
+        tolerances=limits,
+        num_images=images,
+    )
 
 
 @app.command("app")

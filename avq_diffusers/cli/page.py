@@ -9,6 +9,7 @@ import gradio as gr
 from diffusers import DiffusionPipeline
 from gradio.context import LocalContext
 
+from avq_diffusers.cli.bench import USUAL_THRESHOLDS
 from avq_diffusers.cli.images import (
     TimedImage,
     largest_side,
@@ -20,7 +21,14 @@ from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig, check_text
 from avq_diffusers.hosts.core import AVQSource, refinable_parents
 from avq_diffusers.hosts.measuring import SHOWN_TOLERANCES
-from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
+from avq_diffusers.hosts.verbs import (
+    apply_avq,
+    avq_disabled,
+    set_num_refined,
+    set_threshold,
+    states_of,
+    summary,
+)
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
 
@@ -47,9 +55,10 @@ class _Events:
     Gradio's queue lets one visitor at a time use the pipeline.
 
     Attributes:
-        default_refined: refined parents per query tile in `source`; the largest number where layers
-            differ.
-        most_refined: parents of the largest codebook; 0 for flat codebooks.
+        has_threshold: whether the dial is a threshold, else the number of refined parents.
+        dials: values of the dial.
+        default_dial: the one in `source`: a threshold, or refined parents per query tile, the
+            largest number where layers differ.
         sides: sides of images in pixels, the training size first.
         working: sessions still waiting for an image: not cancelled, page still open.
     """
@@ -58,8 +67,13 @@ class _Events:
         self.pipe, self.source = pipe, source
         states = states_of(apply_avq(pipe, source, route="always"))
         self.parents = refinable_parents(states)
-        self.default_refined = max(x.config.num_refined for x in states.values())
-        self.most_refined = max(self.parents.values())
+        threshold = source.threshold if isinstance(source, AVQConfig) else None
+        self.has_threshold = threshold is not None
+        self.dials: Any = range(max(self.parents.values()) + 1)
+        self.default_dial: Any = max(x.config.num_refined or 0 for x in states.values())
+        if threshold is not None:
+            offered = sorted({threshold, *USUAL_THRESHOLDS}, reverse=True)
+            self.dials, self.default_dial = [f"{x:g}" for x in offered], f"{threshold:g}"
         self.working: set[str | None] = set()
         side = training_size(pipe)
         most = min(LARGEST_SIDE * side, largest_side(pipe) or LARGEST_SIDE * side)
@@ -106,22 +120,23 @@ class _Events:
     def generate_avq(
         self,
         shown: ShownImage | None,
-        num_refined: int,
+        dial: Any,
         tolerance: str,
         visitor: gr.Request,
         progress: gr.Progress = gr.Progress(),  # noqa: B008
     ) -> list:
         """The AVQ image, its difference from the exact one, and what ran in each layer.
 
-        Layers with fewer than `num_refined` parents refine all. At `default_refined`, each layer
-        refines as many as `source` says. A tolerance, measured on the image, overrides the number.
+        Layers with fewer parents than the dial says refine all. At `default_dial`, each layer
+        refines as many as `source` says. A tolerance, measured on the image, overrides the dial.
         """
         if shown is None:
             return [gr.skip()] * 3
-        most, known = self.most_refined, [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)]
-        num_refined = _whole("Refined parents", num_refined, range(most + 1), f"from 0 to {most}")
-        if tolerance not in known:
-            raise _mistake(f"Tolerance must be one of {', '.join(known)}, but got {tolerance!r}.")
+        if self.has_threshold:
+            _one_of("Threshold", dial, self.dials)
+        else:
+            dial = _whole("Refined parents", dial, self.dials, f"from 0 to {self.dials[-1]}")
+        _one_of("Tolerance", tolerance, [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)])
         request = shown.request
         if tolerance != NO_TOLERANCE:
             assert isinstance(self.source, AVQConfig)  # otherwise the page offers none
@@ -141,8 +156,10 @@ class _Events:
             )
         else:
             apply_avq(self.pipe, self.source, route="always")
-            if num_refined != self.default_refined:
-                plan = {name: min(num_refined, most) for name, most in self.parents.items()}
+            if self.has_threshold:
+                set_threshold(self.pipe, float(dial))
+            elif dial != self.default_dial:
+                plan = {name: min(dial, most) for name, most in self.parents.items()}
                 set_num_refined(self.pipe, plan)
         after_step = self._after_step(visitor, _steps_of("AVQ", request.steps, progress))
         avq = timed_image(self.pipe, request, after_step)
@@ -200,7 +217,7 @@ def build_page(
 ) -> gr.Blocks:
     """Apply AVQ to a pipeline and lay out its page; the prompt field starts with the first example.
 
-    Offers tolerances if `source` is a configuration. The page only regenerates the exact image when
+    Offers tolerances if `source` has a threshold. The page only regenerates the exact image when
     something other than AVQ has changed.
 
     Raises:
@@ -237,40 +254,32 @@ def build_page(
                     [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
                     value=NO_TOLERANCE,
                     label="Tolerance",
-                    info="Largest relative error of the model's output per step, measured on this "
-                    "image; sets the sizes of every layer.",
-                    visible=isinstance(source, AVQConfig),
+                    info="Largest relative error of the model's output, measured on this image; "
+                    "sets the threshold of every layer.",
+                    visible=events.has_threshold,
                 )
-                num_refined = gr.Slider(
-                    0,
-                    events.most_refined,
-                    events.default_refined,
-                    step=1,
-                    precision=0,
-                    label="Refined parents per query tile",
-                    info="Fewer is faster and coarser. Moving this regenerates the AVQ image.",
-                    interactive=events.most_refined > 0,
-                )
+                dial = _dial_field(events)
         report = gr.Dataframe(**events.report(), label="Layers", interactive=False)
         gr.Examples([[example] for example in examples], prompt, label="Prompts to try")
 
-        for field in (prompt, width, height, seed, steps, num_refined, tolerance):
+        for field in (prompt, width, height, seed, steps, dial, tolerance):
             # `_Events` checks the input: gradio's own checks print tracebacks.
             vars(field)["preprocess"] = lambda value: value
         exact, avq, differing = images
         pipeline = {"concurrency_id": "pipeline", "concurrency_limit": 1}
         refine = {
             "fn": events.generate_avq,
-            "inputs": [shown, num_refined, tolerance],
+            "inputs": [shown, dial, tolerance],
             "outputs": [avq, differing, report],
             "show_progress_on": avq,
             **pipeline,
         }
-        gr.on([num_refined.release, tolerance.input], **refine)
+        moved = dial.input if events.has_threshold else dial.release
+        gr.on([moved, tolerance.input], **refine)
         tolerance.input(
-            lambda chosen: gr.Slider(visible=chosen == NO_TOLERANCE),
+            lambda chosen: type(dial)(visible=chosen == NO_TOLERANCE),
             tolerance,
-            num_refined,
+            dial,
             queue=False,
             api_visibility="private",
         )
@@ -284,6 +293,26 @@ def build_page(
         cancel.click(events.cancel, queue=False)
         page.unload(events.cancel)
     return page
+
+
+def _dial_field(events: _Events) -> gr.Radio | gr.Slider:
+    """The field for a threshold, or for the number of refined parents."""
+    if events.has_threshold:
+        return gr.Radio(
+            events.dials,
+            value=events.default_dial,
+            label="Threshold",
+            info="Larger is faster and coarser. Changing this regenerates the AVQ image.",
+        )
+    most = events.dials[-1]
+    return gr.Slider(
+        *(0, most, events.default_dial),
+        step=1,
+        precision=0,
+        label="Refined parents per query tile",
+        info="Fewer is faster and coarser. Moving this regenerates the AVQ image.",
+        interactive=most > 0,
+    )
 
 
 def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
@@ -329,6 +358,12 @@ def _whole(name: str, value: object, allowed: Container[int], expected: str) -> 
     if int(value) not in allowed:
         raise _mistake(f"{name} must be {expected}, but got {value!r}.")
     return int(value)
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a choice that the page does not offer."""
+    if value not in allowed:
+        raise _mistake(f"{name} must be one of {', '.join(allowed)}, but got {value!r}.")
 
 
 def _mistake(message: str) -> gr.Error:

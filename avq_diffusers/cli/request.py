@@ -1,6 +1,6 @@
 """What a command was asked for: a model with AVQ, and an image to generate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from avq_diffusers.config import AVQConfig
@@ -38,9 +38,14 @@ class ModelRequest:
         device: str | None,
         *,
         refined: Sequence[int] = (),
-        has_tolerance: bool = False,
+        needs_own_codewords: bool = False,
     ) -> "ModelRequest":
-        """Read a command's options; `refined` are the numbers of parents it will refine.
+        """Read a command's options.
+
+        Args:
+            model, codebooks, config, levels, exact, device: the options of these names.
+            refined: the numbers of parents that the command will refine.
+            needs_own_codewords: whether it will set thresholds, which codebooks do not have.
 
         Raises:
             ValueError: an option has a bad value or contradicts another.
@@ -49,8 +54,11 @@ class ModelRequest:
             raise ValueError(
                 "--codebooks bring their own --config, --levels and --exact; drop one of them."
             )
-        if codebooks is not None and has_tolerance:  # their sizes are fixed
-            raise ValueError("A tolerance and --codebooks exclude each other; drop one of them.")
+        if codebooks is not None and needs_own_codewords:
+            raise ValueError(
+                "Thresholds and tolerances exclude --codebooks, whose dial is the number of "
+                "refined parents; drop one of them."
+            )
         sizes = None if config is None else AVQConfig.parse(config)
         if sizes is not None and not all(0 <= x <= sizes.most_refined for x in refined):
             raise ValueError(
@@ -84,3 +92,17 @@ class ImageRequest:
         if self.scalecrafter:
             details.append("ScaleCrafter")
         return f"{self.prompt} ({', '.join(details)})"
+
+
+def check_one_of(options: Mapping[str, object]) -> None:
+    """Refuse options that exclude each other.
+
+    Args:
+        options: values by name; None if not given.
+
+    Raises:
+        ValueError: more than one is given.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other; drop one of them.")

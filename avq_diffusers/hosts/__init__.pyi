@@ -7,7 +7,6 @@ from .core import (
     Timesteps,
     at_timestep,
     sampling_weights,
-    step_weight,
 )
 from .measuring import Allocation, output_errors
 from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
@@ -30,7 +29,6 @@ __all__ = [
     "replace_attention",
     "sampling_weights",
     "select_layers",
-    "step_weight",
     "unet_of",
     "unwrapped",
 ]

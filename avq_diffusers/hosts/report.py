@@ -1,9 +1,8 @@
 """`summary`: what each self-attention layer runs, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core import (
     AVQ_CALL,
     DISABLED,
@@ -26,12 +25,14 @@ class LayerReport:
         level: UNet level.
         num_heads: heads.
         head_dim: head dim.
-        config: such as M64P16C8, M64P8-16C8 with a schedule from 8 to 16 refined parents, or
-            "M64P8C8, exact" with one that ends exact; empty without AVQ.
+        config: such as M64C8T1e-4, or "M64C8T1e-3, exact" with a schedule that ends exact; empty
+            without AVQ.
         effect: the model's output error if AVQ ran in this layer only; None if no tolerance chose
             its sizes.
         runs: what the last call ran, or the next one will: AVQ with its backend and tuned
             projections if any, exact attention and why, or another attention processor.
+        columns: codewords and exact keys that a query tile attended to in the last AVQ call, on
+            average; None if none ran outside compiled code.
         num_tokens: tokens of the last grid; None before the first call.
         calls: number of calls of each kind since sizes were last set. Calls in compiled code are
             not counted.
@@ -44,6 +45,7 @@ class LayerReport:
     config: str
     effect: float | None
     runs: str
+    columns: tuple[float, float] | None
     num_tokens: int | None
     calls: dict[str, int]
 
@@ -64,8 +66,8 @@ class Summary:
         """The rows of the table, header first."""
         is_measured = any(row.effect is not None for row in self.rows)
         effect = ["effect"] if is_measured else []
-        header = ["layer", "level", "heads", "config", *effect, "runs", "tokens", "calls"]
-        return [header] + [
+        names = ["layer", "level", "heads", "config", *effect, "runs", "columns", "tokens", "calls"]
+        return [names] + [
             [
                 row.name,
                 str(row.level),
@@ -73,6 +75,7 @@ class Summary:
                 row.config or "-",
                 *(["-" if row.effect is None else f"{row.effect:.2g}"] if is_measured else []),
                 row.runs,
+                _columns(row),
                 "-" if row.num_tokens is None else str(row.num_tokens),
                 ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
             ]
@@ -108,11 +111,15 @@ def _row(
     state: LayerState | None,
     schedules: Mapping[LayerState, SpecSchedule],
 ) -> LayerReport:
-    config, effect, num_tokens, calls = "", None, None, {}
+    config, effect, columns, num_tokens, calls = "", None, None, None, {}
     if state is not None:
-        config = _config([*schedules.get(state, {0: state.spec.get()}).values()])
+        specs = schedules.get(state, {0: state.spec.get()}).values()
+        config = ", ".join(EXACT if spec is None else str(spec) for spec in specs)
         if state.allocation is not None:
             effect = state.allocation.effect(hosted.prefix + layer.name)
+        if state.shown is not None:
+            codewords, keys = state.shown.float().mean(dim=(0, 1, 2)).tolist()
+            columns = codewords, keys
         num_tokens = None if state.last_order is None else len(state.last_order)
         calls = dict(state.calls)
     return LayerReport(
@@ -123,16 +130,17 @@ def _row(
         config,
         effect,
         _runs(hosted, layer, state),
+        columns,
         num_tokens,
         calls,
     )
 
 
-def _config(schedule: Sequence[Spec | None]) -> str:
-    avq = [spec for spec in schedule if spec is not None]
-    if len(avq) < len(schedule) or len({replace(spec, num_refined=0) for spec in avq}) > 1:
-        return ", ".join(EXACT if spec is None else str(spec) for spec in schedule)
-    return avq[0].notation("-".join(str(spec.num_refined) for spec in avq))
+def _columns(row: LayerReport) -> str:
+    if row.columns is None:
+        return "-"
+    codewords, keys = row.columns
+    return f"{codewords:.0f}" + (f" + {keys:.0f} keys" if keys else "")
 
 
 def _runs(hosted: Hosted, layer: Layer, state: LayerState | None) -> str:

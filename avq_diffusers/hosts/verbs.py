@@ -31,6 +31,7 @@ from avq_diffusers.hosts.core import (
     LayerSpec,
     LayerState,
     LayerWeights,
+    Plan,
     Schedule,
     StoredSource,
     all_or_nothing,
@@ -101,11 +102,11 @@ def apply_avq(
     any attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is
     set before or after; a warning names these layers.
 
-    With a tolerance, layers get the fastest sizes, or exact attention, that keep the model's output
-    error within it. `measure_error` first measures the model on `prompt` or `pixel_values` and
-    caches the profile in the user's cache folder; later calls with the same model and measurement
-    arguments need neither. With fewer tokens than were measured, the route `"fastest"` runs exact
-    attention.
+    With a tolerance, layers get the fastest options, or exact attention, that keep the model's
+    output error within it. `measure_error` first measures the model on `prompt` or `pixel_values`
+    and caches the profile in the user's cache folder; later calls with the same model and
+    measurement arguments need neither. With fewer tokens than were measured, the route `"fastest"`
+    runs exact attention.
 
     Distilled codebooks may change projections. The changes are added in AVQ calls only, in the
     model's dtype; parameters are never written, so fine-tunes and LoRA work as with exact
@@ -120,10 +121,10 @@ def apply_avq(
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, one of these models, or a vision model of
             transformers (ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and similar, with any head).
-        source: an `AVQConfig` of sizes and levels or its string, such as `"M64P16C8"`,
-            `AVQCodebooks` of this model (UNets and vision models), or the `ErrorProfile` of an
-            earlier measurement, which needs a tolerance. None is M64P16C8 at the finest level with
-            self-attention, and M128P32C8E1024 in diffusers transformers.
+        source: an `AVQConfig` or its string, such as `"M64C8T1e-4"`, `AVQCodebooks` of this model
+            (UNets and vision models), or the `ErrorProfile` of an earlier measurement, which needs
+            a tolerance. None is M64C8T1e-4: 64 parents of 8 children, threshold 1e-4, at levels 0
+            and 1 of a UNet and in all layers of other models.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
             exact attention's: above 0 and at most 0.5, such as 0.02 for 2 %.
         prompt: one or more prompts to measure on; needs a pipeline. Use four or more for the
@@ -133,8 +134,10 @@ def apply_avq(
         route: `"fastest"` runs exact attention where it is faster on this device at this number of
             tokens, according to a table in the package, or a measurement at the first such call,
             which takes at most about 3 s with a progress bar and is cached in the user's cache
-            folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.
-        **options: fields of `AVQConfig`, such as `levels=(0, 1)` or `num_refined=8`, which replace
+            folder. With a threshold, this depends on the columns that a layer shows in its first
+            call, which runs AVQ, and in some later ones. `"always"` runs AVQ. A number runs AVQ
+            from that many tokens on.
+        **options: fields of `AVQConfig`, such as `levels=(0,)` or `threshold=1e-3`, which replace
             those of `source`. With a tolerance also further arguments of `measure_error`, such as
             `height=1024, width=1024`.
 
@@ -276,11 +279,9 @@ def _still_holds(
         return True
     allocation = profile.within(tolerance)
     name = f"checking the kept profile for a tolerance of {100 * tolerance:g} %"
-    run = {**measurement, "parts": len(profile.shares), "progress_name": name}
+    run = {**measurement, "parts": len(profile.parts), "progress_name": name}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
-    ((error,),) = output_errors(
-        pipe, one, [allocation.choices], profile.config, weights=profile.weights, **run
-    )
+    ((error,),) = output_errors(pipe, one, [allocation.choices], profile.config, **run)
     if error <= MOST_OFF * tolerance:
         return True
     warnings.warn(
@@ -330,32 +331,34 @@ def avq_disabled(pipe: DiffusionPipeline | nn.Module) -> Iterator[None]:
         yield
 
 
-def set_num_refined(
+def set_threshold(
     pipe: AnyModel,
-    num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
+    threshold: float | str | Schedule | Plan,
     *,
     level: int | None = None,
     layer: str | None = None,
 ) -> AnyModel:
-    """Change how many parents each query tile refines: quality against speed, without reloading.
+    """Change the threshold, at once: a smaller one is closer to exact attention, and slower.
+
+    It takes the place of `num_refined` where that was set.
 
     Diffusion models also take schedules, which follow the timestep of each call. Threads that share
     a model each follow their own timestep, except in compiled code. `torch.compile` makes one graph
-    per part of a schedule; blocks compiled one by one make one per number of parents (for more than
-    8, raise `torch._dynamo.config.recompile_limit`). With `fullgraph=True`, call
+    per part of a schedule; blocks compiled one by one make one per threshold (for more than 8,
+    raise `torch._dynamo.config.recompile_limit`). With `fullgraph=True`, call
     `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before setting a schedule, which then
-    only affects calls of the compiled UNet. A CUDA graph keeps the number it was captured with.
+    only affects calls of the compiled UNet. A CUDA graph keeps what it was captured with.
 
     Args:
         pipe: a pipeline or model with AVQ.
-        num_refined: between 0 and the number of parents of every affected layer, or `"exact"` for
-            exact attention. Or a schedule in training timesteps, which fall from 1000 to 0:
-            `{1000: "exact", 900: 16, 400: 8}` is exact from timestep 1000 down, refines 16 parents
-            from 900 down and 8 from 400 down. With flow matching, timesteps are mostly 1000 times
-            the noise level; in bfloat16 they are off by up to 5. Samplers with other timesteps,
-            such as EDM's and IPNDM, are refused. Or a plan: numbers or schedules by the name of a
-            layer, or of a module for all its layers. Longer names take precedence. Layers without
-            an entry stay unchanged.
+        threshold: the attention's error that a further column must mend to be shown, at least 0, or
+            `"exact"` for exact attention. Or a schedule in training timesteps, which fall from 1000
+            to 0: `{1000: "exact", 900: 1e-4, 400: 1e-3}` is exact from timestep 1000 down, with
+            threshold 1e-4 from 900 down and 1e-3 from 400 down. With flow matching, timesteps are
+            mostly 1000 times the noise level; in bfloat16 they are off by up to 5. Samplers with
+            other timesteps, such as EDM's and IPNDM, are refused. Or a plan: numbers or schedules
+            by the name of a layer, or of a module for all its layers. Longer names take precedence.
+            Layers without an entry stay unchanged.
         level: change only the layers at this UNet level.
         layer: change only the layer of this name, or the layers in this module, such as
             `"up_blocks.3"`.
@@ -364,14 +367,49 @@ def set_num_refined(
         `pipe`.
 
     Raises:
-        TypeError: AVQ does not know the model, or a number of parents or a timestep is not an int.
+        TypeError: AVQ does not know the model, a threshold is not a number or a timestep not an
+            int.
         ValueError: no AVQ layer matches, an entry of a plan names none of the matching layers, a
-            layer cannot refine that many parents, a schedule does not begin at timestep 1000, or
-            the model's calls do not tell the training timestep.
+            threshold is negative, a layer has stored codewords, a schedule does not begin at
+            timestep 1000, or the model's calls do not tell the training timestep.
     """
+    return _set(pipe, "threshold", threshold, level, layer)
+
+
+def set_num_refined(
+    pipe: AnyModel,
+    num_refined: int | str | Schedule | Plan,
+    *,
+    level: int | None = None,
+    layer: str | None = None,
+) -> AnyModel:
+    """Refine a fixed number of parents per query tile, in place of a threshold: the paper's form.
+
+    Args:
+        pipe: a pipeline or model with AVQ.
+        num_refined: between 0 and the number of parents of every affected layer, or `"exact"`, or a
+            schedule or plan of these, as in `set_threshold`.
+        level, layer: as in `set_threshold`.
+
+    Returns:
+        `pipe`.
+
+    Raises:
+        TypeError: AVQ does not know the model, or a number of parents or a timestep is not an int.
+        ValueError: as in `set_threshold`, or a layer cannot refine that many parents.
+    """
+    return _set(pipe, "num_refined", num_refined, level, layer)
+
+
+def _set(
+    pipe: AnyModel,
+    option: str,
+    value: float | str | Schedule | Plan,
+    level: int | None,
+    layer: str | None,
+) -> AnyModel:
     with CHANGES:  # no other thread removes the layers' AVQ in between
-        states = states_of(pipe)
-        plan = planned_specs(states, num_refined, level=level, layer=layer)
+        plan = planned_specs(states_of(pipe), option, value, level=level, layer=layer)
         for hosted in models_of(pipe):
             own = set(hosted.states.values())
             set_specs(hosted, {state: spec for state, spec in plan.items() if state in own})

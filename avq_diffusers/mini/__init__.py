@@ -43,7 +43,7 @@ MINI_SD = str(Path(__file__).parent / "mini-sd")
 MINI_SD3 = str(Path(__file__).parent / "mini-sd3")
 # Stored codebooks, distilled by configs/mini_m64p16c8.yaml.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
-# For own codewords, by configs/mini_own_m64p16c8.yaml and mini_own_m64p16c8e256_level1.yaml.
+# For own codewords, by configs/mini_own_m64p16c8.yaml, and by an earlier version.
 MINI_DISTILLED = str(Path(__file__).parent / "distilled")
 MINI_DISTILLED_LEVEL1 = str(Path(__file__).parent / "distilled-level1")
 MINI_GUIDANCE_SCALE = 3.0

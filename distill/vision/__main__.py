@@ -18,7 +18,7 @@ from distill.config_file import load_config
 from distill.exceptions import exit_on
 
 ATTENTIONS = (
-    "exact,M64P16C8/own,M32P8C8/own,M64P16C8E256/own,M64P16C8,M32P8C8,flat@M64P16C8/own,"
+    "exact,M64C8T1e-4,M64P16C8/own,M32P8C8/own,M64P16C8,M32P8C8,flat@M64P16C8/own,"
     "flat@M32P8C8/own,flat@M64P16C8,flat@M32P8C8,swin,neighbourhood,linformer,performer,"
     "value-projection"
 )

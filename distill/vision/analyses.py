@@ -52,15 +52,17 @@ def analyse(
 
     Raises:
         FileNotFoundError: the folder holds no run.
-        ValueError: the run's attention is not AVQ, or has no children to refine.
+        ValueError: the run's attention is not AVQ with a number of refined parents.
     """
     if not (output / "model").is_dir():
         raise FileNotFoundError(f"{output} holds no finished run: there is no {output / 'model'}.")
     config = load_config(output / CONFIG_FILE, VisionConfig, [])
     attention = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
-    if attention.avq is None or not attention.avq.num_children:
+    avq = attention.avq
+    if avq is None or avq.num_refined is None or not avq.num_children:
         raise ValueError(
-            f"analyses need AVQ with children, but {output} has attention {config.attention}."
+            f"analyses need AVQ with refined parents, such as M64P16C8, but {output} has attention "
+            f"{config.attention}."
         )
     exact = replace(config, model=str(output / "model"), attention="exact")
     run = open_run(exact, output, quiet=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 from distill.attention import CHILD, attend_exactly, train_attention
@@ -39,7 +39,7 @@ def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Ten
     layers = select_layers(model)
     calls: dict[str, Tensors] = {}
 
-    def record(name: str, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+    def record(name: str, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         calls[name] = tensors
         return attend_exactly(tensors, spec, backend)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from distill.attention import with_sinks
 
@@ -49,7 +49,7 @@ class TokenAttention(nn.Module, ABC):
         super().__init__()
         self.grid = grid
 
-    def forward(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+    def forward(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Attend with queries (B, H, n, D) of the patches."""
         key = with_sinks(tensors.key, tensors.sink_key)
         value = with_sinks(tensors.value, tensors.sink_value)
@@ -58,7 +58,8 @@ class TokenAttention(nn.Module, ABC):
                 f"the model was prepared for {self.grid.prefix} + {self.grid.height} x "
                 f"{self.grid.width} tokens, but got {key.shape[2]}."
             )
-        return self.attend(tensors.query, key, value, tensors.scale), type(self).__name__
+        output = self.attend(tensors.query, key, value, tensors.scale)
+        return Attended(output, type(self).__name__)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

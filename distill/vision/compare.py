@@ -117,7 +117,9 @@ def _resolved(name: str, config: VisionConfig, output: Path) -> str:
     if torch.cuda.is_available():
         num_parents = flat_of_time(ms(sizes + slash + form), lambda m: ms(f"M{m}{slash}{form}"))
     else:
-        num_parents = parse_attention(sizes).avq.num_visible
+        num_parents = parse_attention(sizes).avq.columns
+        if num_parents is None:
+            raise ValueError(f"{name} needs a GPU, since a threshold does not fix the columns.")
     return f"M{num_parents}{slash}{form}"
 
 

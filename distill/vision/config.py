@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from avq_diffusers import AVQConfig
+from avq_diffusers.config import sizes_of
 from distill.config import CodebookConfig
 from distill.config_file import Config, Count, Positive, Values, Weight
 from distill.vision.baselines import BASELINES
@@ -32,9 +33,9 @@ class AttentionName:
 def parse_attention(name: str, **fields: bool) -> AttentionName:
     """Parse `exact`, a name from `BASELINES`, or AVQ's sizes.
 
-    `M64P16C8` has stored codewords, the paper's form; `M64P16C8/means` stored codewords with keys
-    represented by means; `M64P16C8/own` own codewords, and `M64P16C8/own1` own codewords after one
-    update. `M192` is flat VQ.
+    `M64C8T1e-4` has a threshold and own codewords. `M64P16C8` has stored codewords, the paper's
+    form; `M64P16C8/means` stored codewords with keys represented by means; `M64P16C8/own` own
+    codewords, and `M64P16C8/own1` own codewords after one update. `M192` is flat VQ.
 
     Raises:
         ValueError: there is no such attention.
@@ -45,7 +46,7 @@ def parse_attention(name: str, **fields: bool) -> AttentionName:
         return AttentionName(baseline=name)
     if form := AVQ_FORM.fullmatch(name):
         sizes, means, updates = form.groups()
-        own = updates is not None
+        own = updates is not None or ("threshold" in sizes_of(sizes) and not means)
         config = AVQConfig.parse(
             sizes,
             codewords="means" if own or means else "stored",
@@ -54,8 +55,8 @@ def parse_attention(name: str, **fields: bool) -> AttentionName:
         )
         return AttentionName(avq=config, own=own)
     raise ValueError(
-        f"attention must be exact, {', '.join(BASELINES)}, or sizes such as M64P16C8, M192 or "
-        f"M64P16C8/own, but got {name!r}."
+        f"attention must be exact, {', '.join(BASELINES)}, or sizes such as M64C8T1e-4, M64P16C8, "
+        f"M192 or M64P16C8/own, but got {name!r}."
     )
 
 

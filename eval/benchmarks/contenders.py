@@ -17,9 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from avq_diffusers import avq_attention
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.tensors import Tensors
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
 from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
+from eval.keys.calls import mean_columns
 from eval.names import CUDNN, FA2, config_label, method_label, method_name, parse_method
 
 Row = dict[str, Any]
@@ -120,7 +123,7 @@ class Bench:
         is_skewed: bool = False,
         num_sinks: int = 0,
     ) -> Contender:
-        """AVQ with a configuration: codewords are stored, or with `/own` keys of the call.
+        """AVQ with a configuration.
 
         Args:
             inputs: the inputs.
@@ -135,13 +138,16 @@ class Bench:
         codebook = None if own else inputs.codebook(config)
         order = inputs.order if in_order else None
 
-        def attended(index: int, dtype: torch.dtype, backend: str) -> Tensor:
+        def tensors(index: int, dtype: torch.dtype) -> Row:
             sinks = inputs.sinks(num_sinks)[index] if num_sinks else (None, None)
-            tokens = (None if x is None else x.to(dtype) for x in (*sets[index], *sinks))
-            query, key, value, *sinks = tokens
-            given = dict(zip(("sink_key", "sink_value"), sinks, strict=True))
-            options = asdict(config.spec) | given | {"query_order": order, "backend": backend}
-            return avq_attention(query, key, value, codebook, **options)
+            names = ("query", "key", "value", "sink_key", "sink_value")
+            pairs = zip(names, (*sets[index], *sinks), strict=True)
+            tokens = {name: None if x is None else x.to(dtype) for name, x in pairs}
+            return tokens | {"codebook": codebook, "query_order": order}
+
+        def attended(index: int, dtype: torch.dtype, backend: str) -> Tensor:
+            given = tensors(index, dtype)
+            return avq_attention(**given, **asdict(config.spec), backend=backend)
 
         def expected() -> Tensor:
             return attended(0, torch.float32, self.oracle)
@@ -149,20 +155,26 @@ class Bench:
         def run(index: int) -> Tensor:
             return attended(index, self.dtype, self.backend)
 
+        columns = config.columns
+        if columns is None:
+            call = Tensors.of(**tensors(0, self.dtype))
+            columns = mean_columns(attend(call, config.spec, self.backend))
+
         suffix = (f", {num_sinks} sinks" if num_sinks else "") + ", skewed keys" * is_skewed
-        stored = method_name(replace(config, codewords="stored", num_updates=0))
+        has_stored = own and config.num_refined is not None
+        stored = replace(config, codewords="stored", num_updates=0) if has_stored else None
         return Contender(
             method_name(config, own=own) + suffix,
             run,
             expected,
             {
                 "config": config_label(config, own=own),
-                "effective_codewords": config.num_visible,
+                "effective_codewords": columns,
                 "sinks": num_sinks,
                 "keys": "skewed" if is_skewed else "uniform",
             },
-            stored + suffix if own else None,
-            has_stages=not num_sinks and not config.exact_keys,
+            method_name(stored) + suffix if stored else None,
+            has_stages=not num_sinks and config.num_refined is not None,
         )
 
     def unfused(self, inputs: Inputs, name: str) -> list[Contender]:
@@ -174,7 +186,7 @@ class Bench:
         codebook = inputs.codebook(config)
         codewords = codebook.parents.to(self.dtype)
         bias = -0.5 * codewords.float().square().sum(-1)[:, None]
-        facts: Row = {"effective_codewords": config.num_visible}
+        facts: Row = {"effective_codewords": config.columns}
         precompute, attend = unfused_precompute, partial(flat_sdpa, codebook)
         if self.cuda:
             precompute = torch.compile(unfused_precompute, dynamic=False)

@@ -40,17 +40,17 @@ HUNYUAN_LATENTS = {480: (31, 30, 53), 720: (31, 45, 80)}  # of 121 frames, by li
 MINIMAX_PATCHES = {124: (37, 24, 42), 345: (102, 24, 42)}
 MINIMAX_SOUND = {124: 414, 345: 1150}
 # In each of these, methods needed for ratios come first, so that a run that is cut short has them.
-TRANSFORMER_METHODS = (
-    *(CUDNN, "M64P16C8/own", LIMIT, "M128P32C8E1024/own", "M64P16C8E256/own", EXACT),
-)
+TRANSFORMER_METHODS = (CUDNN, "M64C8T1e-4", LIMIT, "M64C8T5e-4", "M64P16C8/own", EXACT)
 UNET_METHODS = (
-    *(EXACT, LIMIT, "M64P16C8/own", "M64P16C8", "M64P16C8/fastest", "M64P16C8/tuned"),
+    *(EXACT, LIMIT, "M64C8T1e-4", "M64P16C8/own", "M64C8T5e-4", "M64C8T1e-4/fastest"),
+    *("M64P16C8", "M64P16C8/tuned"),
     *("M64P16C8@L0", "M32P8C8", "M128P32C8"),
     "M136@L0",  # flat VQ with M64P16C8's kernel time
     *(FA2, "tome", "tome@L01", LINFUSION),
 )
 SDXL_METHODS = (
-    *(EXACT, LIMIT, "M64P16C8@L12/own", "M64P16C8@L12", "M64P16C8@L1", "M64P16C8@L12/fastest"),
+    *(EXACT, LIMIT, "M64C8T1e-4@L12", "M64P16C8@L12/own", "M64P16C8@L12", "M64P16C8@L1"),
+    "M64C8T1e-4@L12/fastest",
     *(FA2, "tome@L1", "tome@L12", LINFUSION),
 )
 

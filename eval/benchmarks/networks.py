@@ -30,7 +30,7 @@ from avq_diffusers import (
     select_layers,
 )
 from avq_diffusers.attention.exact import exact_attention
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import Spec
@@ -183,23 +183,26 @@ class UNetBench(NetworkBench):
     def _codewords(self, method: MethodName) -> AVQConfig | AVQCodebooks:
         """The configuration for own codewords, else codebooks of the keys: one k-means per size."""
         config = method.config
-        if method.own:
+        if method.own and not method.tuned:
             return config
         if (config, method.tuned) not in self._codebooks:
-            sizes = config.num_parents, config.num_children
-            if sizes not in self._fits:
-                self._fits[sizes] = {
-                    name: fit_codebook(keys, *sizes, num_iterations=8)
-                    for name, keys in self._keys.items()
-                }
             layers = select_layers(self.network, config.levels, config.exact)
-            fits = {layer.name: self._fits[sizes][layer.name] for layer in layers}
+            fits = None if method.own else self._fitted(config.num_parents, config.num_children)
+            stored = fits and {layer.name: fits[layer.name] for layer in layers}
             changes = {layer.name: self._changes(layer.attn) for layer in layers}
             codebooks = gather_codebooks(
-                self.network, config, fits, projection_changes=changes if method.tuned else None
+                self.network, config, stored, projection_changes=changes if method.tuned else None
             )
             self._codebooks[config, method.tuned] = codebooks.to(self.device)
         return self._codebooks[config, method.tuned]
+
+    def _fitted(self, *sizes: int) -> dict[str, Codebook]:
+        if sizes not in self._fits:
+            self._fits[sizes] = {
+                name: fit_codebook(keys, *sizes, num_iterations=8)
+                for name, keys in self._keys.items()
+            }
+        return self._fits[sizes]
 
     def _changes(self, attn: Attention) -> dict[str, Tensor]:
         """Random projection changes, by their names in `attn`."""
@@ -224,11 +227,11 @@ class UNetBench(NetworkBench):
         """Keys (H, S, D) in fp32 of each layer at the model's levels, from an exact step."""
         samples: dict[str, Tensor] = {}
 
-        def keep(name: str, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+        def keep(name: str, tensors: Tensors, spec: Spec, backend: str) -> Attended:
             rows = tensors.key.transpose(1, 2).flatten(0, 1)
             chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
             samples[name] = rows[chosen[:CALIBRATION_KEYS]].float().transpose(0, 1).contiguous()
-            return exact_attention(tensors), "kept"
+            return Attended(exact_attention(tensors), "kept")
 
         layers = select_layers(self.network, self.model.levels)
         keepers = {layer.name: partial(keep, layer.name) for layer in layers}

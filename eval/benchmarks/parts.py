@@ -94,9 +94,7 @@ FULL = {
         + [Shape(2, 8, n, 80) for n in (4096, 16384)],
         ("M64P16C8", "M64P16C8/own"),
     ),
-    "joint": Sizes(
-        [Shape(1, 24, n, 128) for n in (4096, 16384)], ("M64P16C8/own", "M64P16C8E256/own")
-    ),
+    "joint": Sizes([Shape(1, 24, n, 128) for n in (4096, 16384)], ("M64P16C8/own", "M64C8T1e-4")),
     "codewords": Sizes(_paper_shapes(4096, 16384, 65536), FLAT_SIZES + ADAPTIVE_SIZES),
     "tokens": Sizes(_paper_shapes(*(2**power for power in range(12, 19))), ("M64P16C8", "M256")),
     # SD1.5 at 512 px: level 0 with 4 and 12 images, level 1 with 12. Then level 0 at 1024 px, level
@@ -106,7 +104,7 @@ FULL = {
             *(Shape(4, 8, 4096, 40), Shape(12, 8, 4096, 40), Shape(12, 8, 1024, 80)),
             *(Shape(4, 8, 16384, 40), Shape(4, 10, 4096, 64), Shape(2, 24, 4096, 128)),
         ],
-        ("M64P16C8/own", "M64P16C8E256/own", "M128P32C8/own"),
+        ("M64P16C8/own", "M64C8T1e-4", "M128P32C8/own"),
     ),
 }
 TINY = dict.fromkeys(

@@ -11,8 +11,9 @@ commitment_loss, quantization_error  distance to what represents the leaf
 active_ratio, perplexity             how many codewords are in use over all timesteps; for own
                                      codewords per image
 evenness                             perplexity / codewords: 1 if all are used equally
+columns                              codewords and keys that a query attends to, mean over tiles
 
-For the student's attention in the first image over all timesteps:
+For the student's attention in the first image over all timesteps, without a threshold:
 
 capture          share on keys of refined parents
 best_capture     the same if the parents with the most exact attention were refined
@@ -46,11 +47,12 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
     refined_parents,
 )
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import Spec
+from avq_diffusers.config import RESOLUTIONS, Spec
 from avq_diffusers.hosts import AttentionFunction, Layer
 from avq_diffusers.mini import Scene, render
+from eval.keys.calls import mean_columns
 from eval.methods import Method, attention_method
 from eval.names import codewords_form, row_label
 from eval.store.markdown import rows_table
@@ -72,7 +74,7 @@ Squares = tuple[float, float]  # sums of squared errors, and of squared expected
 def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
     """Repeat methods with two-level codewords, once per possible number of refined parents.
 
-    Methods without codewords, with flat codewords or with a fixed number stay unchanged.
+    Methods without codewords, with flat codewords, a threshold or a fixed number stay unchanged.
 
     Raises:
         ValueError: codebooks allow none of the numbers.
@@ -81,7 +83,8 @@ def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
     for method in methods:
         most = min((config.most_refined for config in method.layer_configs), default=0)
         possible = [n for n in numbers if n <= most]
-        if most == 0 or method.num_refined is not None:
+        has_threshold = any(config.num_refined is None for config in method.layer_configs)
+        if most == 0 or has_threshold or method.num_refined is not None:
             expanded.append(method)
         elif not possible:
             raise ValueError(
@@ -212,8 +215,12 @@ class _Totals:
         layers = {name: layer.figures() for name, layer in self.layers.items()}
         configs = self.method.layer_configs
         figures, *_ = layers.values()
+        facts = self.method.facts()
+        if facts["effective_codewords"] is None and "columns" in figures:
+            columns = mean(of_layer["columns"] for of_layer in layers.values())
+            facts["effective_codewords"] = columns
         return {
-            **self.method.facts(),
+            **facts,
             "is_flat": not any(config.num_children for config in configs) if configs else None,
             **dict.fromkeys(METRICS),
             "output_error": _relative_mse(self.outputs.values()) ** 0.5,
@@ -240,40 +247,44 @@ class _LayerTotals:
         self.sizes: dict[str, int] = {}
         self.steps: list[dict[str, Tensor]] = []
         self.counts: list[Tensor] = []  # keys per leaf, by image
+        self.columns: list[float] = []
 
     def attend(
         self, function: AttentionFunction, tensors: Tensors, spec: Spec, backend: str
-    ) -> tuple[Tensor, str]:
+    ) -> Attended:
         """Attend with the method, and record the metrics of its codewords."""
-        query, key, num_refined = tensors.query, tensors.key, spec.num_refined
+        query, key = tensors.query, tensors.key
         codebook = None
         if tensors.parents is not None:
             codebook = Codebook(tensors.parents, tensors.children)
         known = {name: getattr(tensors, name) for name in ("query_order", "key_order", "scale")}
-        known |= {name: x for name, x in asdict(spec).items() if name != "num_refined"}
-        self.sizes = {
-            "num_parents": spec.num_parents,
-            "num_codewords": spec.num_parents * (1 + spec.num_children),
-            "num_refined": num_refined,
-        }
+        known |= {name: x for name, x in asdict(spec).items() if name not in RESOLUTIONS}
+        self.sizes = {"num_parents": spec.num_parents, "num_codewords": spec.num_leaves}
         self.counts += [leaf_counts(image, codebook, **known) for image in key.split(1)]
-        first = query[:1], key[:1], codebook
-        choose = partial(refined_parents, *first, num_refined, **known)
-        mass = attention_mass(*first, **known)
-        best = torch.zeros_like(mass, dtype=torch.bool)
-        best.scatter_(-1, mass.topk(num_refined).indices, True)
-        refined = choose(importance_tile=self.method.importance_tile)
-        missed = (refined & ~choose()).sum(dim=(0, 2, 3)) / refined.sum(dim=(0, 2, 3)).clamp(min=1)
-        self.steps.append(
-            {
-                "commitment_loss": commitment_loss(key, codebook, **known),
-                "quantization_error": quantization_error(key, codebook, **known),
+        metrics = {
+            "commitment_loss": commitment_loss(key, codebook, **known),
+            "quantization_error": quantization_error(key, codebook, **known),
+        }
+        if spec.num_refined is not None:
+            self.sizes["num_refined"] = spec.num_refined
+            choose = partial(
+                refined_parents, query[:1], key[:1], codebook, spec.num_refined, **known
+            )
+            mass = attention_mass(query[:1], key[:1], codebook, **known)
+            best = torch.zeros_like(mass, dtype=torch.bool)
+            best.scatter_(-1, mass.topk(spec.num_refined).indices, True)
+            refined = choose(importance_tile=self.method.importance_tile)
+            lost = (refined & ~choose()).sum(dim=(0, 2, 3))
+            metrics |= {
                 "capture": captured_share(mass, refined),
                 "best_capture": captured_share(mass, best),
-                "overlap": 1 - missed,
+                "overlap": 1 - lost / refined.sum(dim=(0, 2, 3)).clamp(min=1),
             }
-        )
-        return function(tensors, spec, backend)
+        self.steps.append(metrics)
+        attended = function(tensors, spec, backend)
+        if attended.shown is not None:
+            self.columns.append(mean_columns(attended))
+        return attended
 
     def figures(self) -> dict[str, Any]:
         figures = {"level": self.level, "feature_relative_mse": _relative_mse(self.features)}
@@ -292,7 +303,8 @@ class _LayerTotals:
             heads[name] = torch.stack([step[name] for step in self.steps]).mean(dim=0)
         means = {name: values.mean().item() for name, values in heads.items()}
         by_head = {name: values.tolist() for name, values in heads.items()}
-        return figures | self.sizes | means | {"heads": by_head}
+        columns = {"columns": mean(self.columns)} if self.columns else {}
+        return figures | self.sizes | columns | means | {"heads": by_head}
 
 
 def _run(

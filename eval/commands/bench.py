@@ -115,7 +115,7 @@ def bench_variants_command(
     head_dims: Annotated[str, typer.Option(help="Head dims.")] = "40,64,80,128",
     methods: Annotated[
         str, typer.Option(help="Configurations, with stored codewords or with /own.")
-    ] = "M64P16C8,M64P16C8/own1,M64P16C8E256/own",
+    ] = "M64P16C8,M64P16C8/own1,M64C8T1e-4",
     sinks: Annotated[str, typer.Option(help="Numbers of sink keys.")] = "0,333",
     output: Output = RESULTS,
 ) -> None:
@@ -171,7 +171,7 @@ def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> No
             str,
             typer.Option(
                 help="Comma-separated, the most important first: exact, fa2, cudnn, limit, "
-                "M64P16C8/own, M64P16C8E256/own, M64P16C8/fastest. For a UNet also tome@L01, "
+                "M64C8T1e-4, M64P16C8/own, M64C8T1e-4/fastest. For a UNet also tome@L01, "
                 "linfusion, M64P16C8, M64P16C8/means, M64P16C8@L0, M64P16C8-up_blocks.2, "
                 "M64P16C8/tuned. For a transformer also pisa@.15, pisa0@.15, sol@1.3. "
                 "eval/names.py explains them."

@@ -1,6 +1,7 @@
 """Similarity and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,8 +100,8 @@ def tolerance_command(
         str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
     ] = "0.003,0.005,0.01,0.02,0.05,0.1",
     methods: Annotated[
-        str, typer.Option(help="Methods to compare with, such as M192/own,tome@.5.")
-    ] = "M192/own,M384/own",
+        str, typer.Option(help="Methods to compare with, such as M64P16C8/own,tome@.5.")
+    ] = "M64P16C8/own,M192/own,M384/own",
     model: Model = "mini-sd",
     probed: Annotated[int, typer.Option(min=1, help="Prompts to probe.")] = 4,
     prompts: Annotated[int, typer.Option(min=1, help="Other prompts, to measure on.")] = 24,
@@ -113,9 +114,9 @@ def tolerance_command(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Sizes by their effect on the output against equal sizes, on prompts that were not probed.
+    """Thresholds by their effect on the output against one, on prompts that were not probed.
 
-    Example: python -m eval tolerance --methods M192/own,M384/own,tome@.25,tome@.5 --device cuda
+    Example: python -m eval tolerance --methods M64P16C8/own,tome@.25,tome@.5 --device cuda
     """
     from avq_diffusers import AVQConfig
     from avq_diffusers.mini.loading import usual_guidance
@@ -147,7 +148,7 @@ def tolerance_command(
         num_probed=probed,
         num_prompts=prompts,
         size=size,
-        profile=profile.document,
+        profile=asdict(profile),
         rows=rows,
     )
     panel_plot(path.with_suffix(".png"), tolerance_panels(rows, model))

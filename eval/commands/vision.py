@@ -1,6 +1,7 @@
 """`python -m eval vision`: vision models of transformers."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 FEATURE_METHODS = (
     "exact,value-projection,M192/own,M384/own,M32P8C8/own,M64P16C8/own,M64P16C8/own1,"
-    "M128P32C8/own,M64P16C8E256/own,M64P32C8E512/own,"
+    "M128P32C8/own,M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5,"
     "M64P0C8/own,M64P4C8/own,M64P8C8/own,M64P32C8/own,M64P64C8/own,"
     "M192,M64P16C8,M192/means,M64P16C8/means"
 )
@@ -69,7 +70,7 @@ def features(
         str,
         typer.Option(
             help="Comma-separated: exact, value-projection (the control), configurations with "
-            "codewords from the call's own keys (M64P16C8/own, M192/own, M64P16C8E256/own, "
+            "codewords from the call's own keys (M64C8T1e-4, M64P16C8/own, M192/own, "
             "M64P16C8@P8/own) or calibrated on other photographs (M64P16C8, M64P16C8/means)."
         ),
     ] = FEATURE_METHODS,
@@ -123,7 +124,7 @@ def tolerance(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Sizes by their effect on the features against equal sizes, on photographs not probed.
+    """Thresholds by their effect on the features against one, on photographs not probed.
 
     Example: python -m eval vision tolerance --download --device cuda
     """
@@ -142,7 +143,7 @@ def tolerance(
         size=size,
         num_probed=probed,
         num_images=images,
-        profile=profile.document,
+        profile=asdict(profile),
         rows=rows,
     )
     profile.plot(path.with_suffix(".png"))

@@ -1,7 +1,7 @@
 """A model's self-attention, layer by layer: observe its calls, or answer them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import isqrt
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 
@@ -87,15 +88,42 @@ def answered(
         TypeError: `model` has no such layer.
     """
 
-    def attend(layer: str, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+    def answer_call(layer: str, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         known = {name: x for name, x in tensors._asdict().items() if name in Call._fields}
         call = Call(layer, **known)
         call = call if frames == 1 else joined(call, frames)
         output = answer(call) if call.num_tokens >= min_tokens else call.exact()
         output = output.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1)
-        return output.to(tensors.query.dtype), "eval"
+        return Attended(output.to(tensors.query.dtype), "eval")
 
     layers = select_layers(model)
     config = AVQConfig(levels=tuple(sorted({layer.level for layer in layers})))
-    functions = {layer.name: partial(attend, layer.name) for layer in layers}
+    functions = {layer.name: partial(answer_call, layer.name) for layer in layers}
     return attention_replaced(model, functions, config)
+
+
+@contextmanager
+def columns_noted(model: nn.Module) -> Iterator[list[float]]:
+    """Note the `mean_columns` of every AVQ call of a model, inside the `with` block."""
+    noted: list[float] = []
+
+    def attend_and_note(tensors: Tensors, spec: Spec, backend: str) -> Attended:
+        attended = attend(tensors, spec, backend)
+        noted.append(mean_columns(attended))
+        return attended
+
+    layers = [layer.avq_state for layer in select_layers(model)]
+    states = [state for state in layers if state is not None and state.function is None]
+    for state in states:
+        state.function = attend_and_note
+    try:
+        yield noted
+    finally:
+        for state in states:
+            state.function = None
+
+
+def mean_columns(attended: Attended) -> float:
+    """Codewords and keys of the grid that a query tile of an AVQ call attends to, on average."""
+    assert attended.shown is not None
+    return float(attended.shown.sum(dim=-1).double().mean())

@@ -1,13 +1,15 @@
 """Error of attention methods on the queries, keys and values of a model: `python -m eval keys`.
 
-columns       most codewords and keys of the grid that a query attends to; unknown for Sol-Attn
+tokens        of the layers; a model with layers of several sizes also has rows for all of them
+columns       codewords and keys of the grid that a query attends to, for AVQ the mean over its
+              tiles; unknown for Sol-Attn
 error         |o - exact| / |exact| of a layer's output o, with all layers before it exact
-features_off  the same for the model's output, with the method in all layers of that many tokens
+features_off  the same for the model's output, with the method in all of these layers
 ms            time of one layer, with everything that the method computes; only on a GPU (peers get
               their inputs in order, see eval/keys/peers.py)
 
-Exact attention is computed in float32 from the same inputs. Errors are means over a subject's
-tests, and then over layers.
+Exact attention is computed in float32 from the same inputs. Errors and columns are means over a
+subject's tests, and then over layers.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +18,7 @@ from functools import partial
 from math import ceil
 from operator import itemgetter
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,9 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks, select_layers
 from avq_diffusers.attention.api import attend
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.keys.calls import Call, answered
+from eval.keys.calls import Call, answered, mean_columns
 from eval.keys.peers import arranged, attention_in_order, check_peer
 from eval.keys.pooled import BLOCK, pooled_attention, pooled_columns
 from eval.keys.subjects import Subject
@@ -45,17 +47,18 @@ from eval.names import (
     MethodName,
     parse_method,
 )
-from eval.store.markdown import rows_table
+from eval.store.markdown import Column, figure, rows_table
 from eval.store.plots import Panel, lines
 
 Row = dict[str, Any]
-Attention = Callable[..., Callable[[], Tensor]]  # makes the function that computes a call
+Attention = Callable[..., Callable[[], Attended]]  # makes the function that computes a call
 
 MIN_TOKENS = 1024
-COLUMNS = {
+ALL = "all"  # the `tokens` of rows for all layers
+COLUMNS: dict[str, Column] = {
     "tokens": "tokens",
     "method": "method",
-    "columns": "columns",
+    "columns": figure("columns", ".0f"),
     "error": "error",
     "worst layer": "worst",
     "features off": "features_off",
@@ -77,8 +80,8 @@ def measured_method(name: str, words: Sequence[str]) -> MethodName:
         is_known = method.route == "always" and not method.tuned and "@L" not in name
     if not is_known:
         raise ValueError(
-            f"methods here are {', '.join(words)} and configurations such as M64P16C8, "
-            f"M64P16C8/means, M64P16C8@P8/own and M64P16C8E256/own, but got {name!r}."
+            f"methods here are {', '.join(words)} and configurations such as M64C8T1e-4, M64P16C8, "
+            f"M64P16C8/means and M64P16C8@P8/own, but got {name!r}."
         )
     return method
 
@@ -94,7 +97,7 @@ def key_method(name: str) -> MethodName:
         raise ValueError(f"each layer is measured alone, so none can stay exact in {name!r}.")
     if method.source in (PISA, PISA_ZEROTH) and not 0 < method.setting <= 1:
         raise ValueError(f"a density of {PISA} is above 0 and at most 1, but got {name!r}.")
-    if method.source == POOLED and method.exact_keys % BLOCK:
+    if method.source == POOLED and method.setting % BLOCK:
         raise ValueError(f"{POOLED} has whole blocks of {BLOCK} keys, but got {name!r}.")
     return method
 
@@ -108,7 +111,8 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         names: names of methods, see `key_method`.
 
     Returns:
-        A row per number of tokens and method. `layers` has the error of each layer.
+        A row per number of tokens and method; if layers differ in tokens, then a row per method for
+        all of them. `layers` has the error of each layer.
 
     Raises:
         ImportError: the package of a peer is missing.
@@ -123,15 +127,21 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         name: partial(_attention, method, stored_codebooks(subject, method))
         for name, method in methods.items()
     }
-    # By number of tokens: errors by layer and method, and one call per layer.
-    errors: dict[int, dict[str, dict[str, list[float]]]] = {}
+    # By number of tokens: errors and columns by layer and method, and one call per layer.
+    found: dict[int, dict[str, dict[str, list[_Found]]]] = {}
     first_calls: dict[int, dict[str, Call]] = {}
 
     def observe(call: Call) -> Tensor:
         exact = call.exact()
-        of_layer = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
+        of_layer = found.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
         for name, attention in attentions.items():
-            of_layer.setdefault(name, []).append(distance(attention(call)(), exact))
+            attended = attention(call)()
+            if attended.shown is None:
+                columns = columns_of(methods[name], call.num_tokens)
+            else:
+                columns = mean_columns(attended)
+            of_call = _Found(distance(attended.output, exact), columns)
+            of_layer.setdefault(name, []).append(of_call)
         if call.query.is_cuda:  # to be timed
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
         return exact
@@ -139,28 +149,34 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
     run_by = partial(answered, subject.model, min_tokens=min_tokens, frames=subject.frames)
     with run_by(observe):
         outputs = [test() for test in tqdm(subject.tests, desc="layers")]
-    if not errors:
+    if not found:
         raise ValueError(
             f"at {subject.size} pixels, the model has no self-attention of {min_tokens} tokens."
         )
 
+    groups: dict[int | str, dict[str, dict[str, list[_Found]]]] = {**found}
+    if len(found) > 1:
+        groups[ALL] = {name: layer for layers in found.values() for name, layer in layers.items()}
     rows = []
-    for num_tokens, layers in errors.items():
+    for num_tokens, layers in groups.items():
         times = _times(attentions.values(), [*first_calls.get(num_tokens, {}).values()])
         progress = tqdm(methods.items(), desc=f"features, N = {num_tokens}")
         for (name, method), timing in zip(progress, times, strict=True):
-            answer = partial(_answer, attentions[name], num_tokens)
+            answer = partial(_answer, attentions[name], layers)
             with run_by(answer):
                 pairs = zip(subject.tests, outputs, strict=True)
                 off = mean(distance(test(), output) for test, output in pairs)
-            of_layers = {layer: mean(found[name]) for layer, found in layers.items()}
+            of_layers = {
+                layer: mean(call.error for call in calls[name]) for layer, calls in layers.items()
+            }
+            columns = [call.columns for calls in layers.values() for call in calls[name]]
             rows.append(
                 {
                     "method": name,
                     "scheme": scheme_of(method),
                     "size": subject.size,
                     "tokens": num_tokens,
-                    "columns": columns_of(method, num_tokens),
+                    "columns": None if None in columns else mean(columns),
                     "error": mean(of_layers.values()),
                     "worst": max(of_layers.values()),
                     "features_off": off,
@@ -169,6 +185,13 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
                 }
             )
     return rows
+
+
+class _Found(NamedTuple):
+    """The error and the columns of one call by one method."""
+
+    error: float
+    columns: float | None
 
 
 def keys_table(rows: Sequence[Row]) -> str:
@@ -234,17 +257,15 @@ def scheme_of(method: MethodName) -> str:
         parts.append("mean keys")
     if config.num_updates:
         parts.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
-    if config.exact_keys:
-        parts.append("exact keys")
+    if config.threshold is not None:
+        parts.append("threshold")
     return ", ".join(parts)
 
 
 def columns_of(method: MethodName, num_tokens: int) -> int | None:
-    """Most codewords and keys that a query attends to; None for Sol-Attn, where queries choose."""
-    if method.config is not None:
-        return min(method.config.columns, num_tokens)
+    """Means and keys that a query attends to without AVQ; unknown (None) for Sol-Attn."""
     if method.source == POOLED:
-        return pooled_columns(num_tokens, method.exact_keys // BLOCK)
+        return pooled_columns(num_tokens, int(method.setting) // BLOCK)
     if method.source in (PISA, PISA_ZEROTH):
         return pooled_columns(num_tokens, max(1, int(method.setting * ceil(num_tokens / BLOCK))))
     return {EXACT: num_tokens, NO_ATTENTION: 0}.get(method.source)
@@ -267,12 +288,17 @@ def stored_codebooks(subject: Subject, method: MethodName) -> AVQCodebooks | Non
 
 def _attention(
     method: MethodName, codebooks: AVQCodebooks | None, call: Call, *, timed: bool = False
-) -> Callable[[], Tensor]:
+) -> Callable[[], Attended]:
     """A method's attention. A timed peer leaves its tokens in the order of blocks."""
     if method.config is not None:
         codebook = None if codebooks is None else codebooks.codebook(call.layer)
         inputs = Tensors.of(codebook=codebook, **call.arguments)
-        return lambda: attend(inputs, method.config.spec)[0]
+        return lambda: attend(inputs, method.config.spec)
+    run = _other_attention(method, call, timed)
+    return lambda: Attended(run(), method.source)
+
+
+def _other_attention(method: MethodName, call: Call, timed: bool) -> Callable[[], Tensor]:
     keys, values = call.columns
     if method.source == EXACT:
         tensors = call.query, keys, values
@@ -286,7 +312,7 @@ def _attention(
     order = torch.cat([call.key_order.long(), beside])
     tensors = queries, keys, values
     if method.source == POOLED:
-        num_exact = method.exact_keys // BLOCK
+        num_exact = int(method.setting) // BLOCK
         options = {"num_exact": num_exact, "query_order": order, "scale": call.scale}
         run = partial(pooled_attention, *tensors, **options)
     else:
@@ -303,9 +329,9 @@ def _out_of_order(run: Callable[[], Tensor], order: Tensor) -> Tensor:
     return torch.empty_like(output).index_copy_(2, order, output)
 
 
-def _answer(attention: Attention, num_tokens: int, call: Call) -> Tensor:
-    """The method for calls with this many tokens, exact attention for all others."""
-    return attention(call)() if call.num_tokens == num_tokens else call.exact()
+def _answer(attention: Attention, layers: Collection[str], call: Call) -> Tensor:
+    """The method for calls of these layers, exact attention for all others."""
+    return attention(call)().output if call.layer in layers else call.exact()
 
 
 def _times(attentions: Collection[Attention], calls: Sequence[Call]) -> list[Row]:

@@ -13,18 +13,17 @@ from avq_diffusers.attention.limits import VERIFIED
 from eval.names import CUDNN, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
-from eval.quality.tolerance import DIAL, SLACK, tolerance_panels
+from eval.quality.tolerance import SLACK, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Line, Panel, bar_plot, panel_plot
 from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
-AVQ, EXACT_KEYS, LARGE, FLAT = "M64P16C8/own", "M64P16C8E256/own", "M128P32C8E256/own", "M192/own"
-TRANSFORMERS = "M128P32C8E1024/own"  # the default for diffusers transformers
+DEFAULT, AVQ, FLAT = "M64C8T1e-4", "M64P16C8/own", "M192/own"
 MINI = "avq_diffusers/mini"
 # What the quality page shows, in this order.
-COMPARED = [AVQ, "M64P16C8/own1", f"{MINI}/distilled", EXACT_KEYS, f"{MINI}/distilled-level1"]
-COMPARED += [LARGE, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
+COMPARED = [DEFAULT, AVQ, "M64P16C8/own1", f"{MINI}/distilled", f"{MINI}/distilled-level1"]
+COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
@@ -84,7 +83,7 @@ def speed(folder: Path) -> Figures:
         with complete(path):
             name = file.document.get("unet") or file.document["model"]
             exact = file.rows.get(EXACT) or file.rows[CUDNN]
-            default = file.rows.get(TRANSFORMERS, {}).get("ms")
+            default = file.rows.get(DEFAULT, {}).get("ms")
             size, mode = exact["size"], exact["mode"]
             step = {
                 "network": name.removesuffix(", random weights"),
@@ -94,9 +93,8 @@ def speed(folder: Path) -> Figures:
                 "exact": exact["ms"],
                 "avq": file.rows[AVQ]["ms"],
                 "gain": exact["ms"] / file.rows[AVQ]["ms"],
-                "exact_keys": file.rows.get(EXACT_KEYS, {}).get("ms"),
-                "transformers": default,
-                "transformers_gain": default and exact["ms"] / default,
+                "default": default,
+                "default_gain": default and exact["ms"] / default,
                 "limit": file.rows[LIMIT]["ms"],
                 "path": path,
                 "date": file.date,
@@ -115,19 +113,18 @@ def speed(folder: Path) -> Figures:
         "exact, ms": three_digits("exact"),
         "AVQ 64/16/8, ms": three_digits("avq"),
         "times as fast": figure("gain", ".2f"),
-        "with 256 exact keys, ms": three_digits("exact_keys"),
-        "128/32/8 with 1024, ms": three_digits("transformers"),
-        "times as fast with it": figure("transformers_gain", ".2f"),
+        "threshold 1e-4, ms": three_digits("default"),
+        "times as fast with it": figure("default_gain", ".2f"),
         "limit, ms": three_digits("limit"),
     }
-    by_default = [row for row in rows if row["transformers"] is not None]
+    by_default = [row for row in rows if row["default"] is not None]
     panels = {run: [row for row in rows if row["run"] == run] for run in MODES.values()}
     panels = {run: found for run, found in panels.items() if found}
     over = {run: max(x["avq"] / x["limit"] - 1 for x in found) for run, found in panels.items()}
     values = {
         "table": rows_table(columns, rows),
         "gains": _gains(rows, "gain"),
-        "by_default": _gains(by_default, "transformers_gain"),
+        "by_default": _gains(by_default, "default_gain") or "- not timed yet",
         "over": "\n".join(f"- {run}: {most:.0%}" for run, most in over.items()),
     }
     bars = {
@@ -186,15 +183,15 @@ def quality(folder: Path) -> Figures:
         "step of SD1.5 at 1024², ms": figure("ms", ".1f"),
     }
     mini = "mini-sd, 256²"
-    default = found[mini, "0", AVQ]
+    avq = found[mini, "0", AVQ]
     values = {
         "table": rows_table(columns, rows),
-        "fid": columns["FID"](default),
-        "clip": columns["CLIP score"](default),
-        "copies": columns["copies"](default),
+        "fid": columns["FID"](avq),
+        "clip": columns["CLIP score"](avq),
+        "copies": columns["copies"](avq),
     }
-    named = {"default": default, "tome": found[mini, "0", TOME]}
-    named |= {"keys": found[mini, "0, 1", EXACT_KEYS], "tome01": found[mini, "0, 1", TOME]}
+    named = {"avq": avq, "tome": found[mini, "0", TOME]}
+    named |= {"avq01": found[mini, "0, 1", AVQ], "tome01": found[mini, "0, 1", TOME]}
     for name, row in named.items():
         values |= {name: f"{row['psnr_median']:.1f}", f"{name}_ms": number(row["ms"], ".1f")}
     bars: dict[str, dict[str, float]] = {}
@@ -207,7 +204,7 @@ def quality(folder: Path) -> Figures:
 
 
 def tolerance(folder: Path) -> Figures:
-    """What tolerances and sizes by effect give, against equal sizes in all layers and peers."""
+    """What tolerances and plans by effect give, against equal plans in all layers and peers."""
     rows, sentences, panels = [], [], []
     paths = files_of(folder, "tolerance_*.json")
     for path in paths:
@@ -219,8 +216,8 @@ def tolerance(folder: Path) -> Figures:
         ]
         rows += found
         panels += tolerance_panels(found, model)[0]
-        plans = [row for row in found if row["scheme"] == DIAL]
-        others = [row for row in found if row["scheme"] not in (DIAL, EXACT)]
+        plans = [row for row in found if row["plan"].startswith(("at the time", "tolerance"))]
+        others = [row for row in found if row not in plans and row["scheme"] != EXACT]
         beaten = [
             any(plan["ms"] <= row["ms"] and plan["error"] < row["error"] for plan in plans)
             for row in others
@@ -232,13 +229,14 @@ def tolerance(folder: Path) -> Figures:
             if row["plan"].startswith("tolerance")
         ]
         sentences.append(
-            f"- {model}: sizes by effect beat {sum(beaten)} of {len(others)} rows of other methods "
-            f"and equal sizes: no slower, and a smaller error. Prompts whose error is within "
+            f"- {model}: plans by effect beat {sum(beaten)} of {len(others)} rows of other methods "
+            f"and equal plans: no slower, and a smaller error. Prompts whose error is within "
             f"{SLACK} times the tolerance: {', '.join(held)}."
         )
     columns: dict[str, Column] = {
         "model": "model",
-        "sizes or method": "plan",
+        "thresholds or method": "plan",
+        "columns": figure("columns", ".0f"),
         "step, ms": figure("ms", ".2f"),
         "output error, median": figure("error", ".4f"),
         "largest": lambda row: number(max(row["errors"]), ".4f"),
@@ -265,7 +263,7 @@ def keys(folder: Path) -> Figures:
     ]
     columns = {
         "attention": label_of,
-        "columns": "columns",
+        "columns": figure("columns", ".0f"),
         "error": figure("error", ".3f"),
         "ms": figure("ms", ".3f"),
     }
@@ -278,10 +276,9 @@ def keys(folder: Path) -> Figures:
         "side": exact["size"],
         "tokens": exact["tokens"],
         "device": file.device,
+        "avq_gain": f"{exact['ms'] / rows[AVQ]['ms']:.1f}",
+        "avq_error": f"{rows[AVQ]['error']:.3f}",
     }
-    for name, row in {"default": rows[AVQ], "large": rows[LARGE]}.items():
-        values[f"{name}_gain"] = f"{exact['ms'] / row['ms']:.1f}"
-        values[f"{name}_error"] = f"{row['error']:.3f}"
     return Figures(values, [path])
 
 
@@ -290,7 +287,7 @@ def vision(folder: Path) -> Figures:
     features = folder / "vision_features_vit_cuda.json"
     file = File(features, ["method", "size"], "features_off")
     tasks = {
-        title: File(folder / f"vision_{task}_exact_keys.json", ["name"], "untrained")
+        title: File(folder / f"vision_{task}_sizes.json", ["name"], "untrained")
         for title, task in {"mean IoU, %": "seg", "top-1, %": "cls"}.items()
     }
     sides = sorted({side for _, side in file.rows})
@@ -308,8 +305,9 @@ def vision(folder: Path) -> Figures:
     columns |= {f"ms, {side}²": of_side(side, "ms", ".2f") for side in sides}
     columns |= {f"features off, {side}²": of_side(side, "features_off", ".3f") for side in sides}
     columns |= {title: score(task) for title, task in tasks.items()}
-    methods = [EXACT, AVQ, EXACT_KEYS, LARGE, FLAT, NO_ATTENTION]
     (first, *_, last), (miou, top1) = sides, tasks.values()
+    methods = [EXACT, DEFAULT, AVQ, FLAT, NO_ATTENTION]
+    methods = [method for method in methods if (method, first) in file.rows]
     values = {
         "table": rows_table(columns, [{"method": method} for method in methods]),
         "device": file.device,
@@ -318,11 +316,8 @@ def vision(folder: Path) -> Figures:
         "last": last,
         "first_gain": of_side(first, "speedup", ".2f")({"method": AVQ}),
         "last_gain": of_side(last, "speedup", ".2f")({"method": AVQ}),
-        "keys_gain": of_side(last, "speedup", ".2f")({"method": EXACT_KEYS}),
         "miou": loss(miou, AVQ),
         "top1": loss(top1, AVQ),
-        "keys_miou": loss(miou, EXACT_KEYS),
-        "keys_top1": loss(top1, EXACT_KEYS),
     }
     return Figures(values, [features, miou.path, top1.path])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from eval.names import (
     EXACT,
+    LEVELS,
     LINFUSION,
     LINFUSION_CONFIG,
     TOME,
@@ -173,10 +174,7 @@ def _add_speed(
                 f"{result.path} and {speed[title]['file']} both have times of {title}; leave one "
                 "out."
             )
-        try:
-            variant, facts = _timed(timed["method"])
-        except ValueError as error:
-            raise ValueError(f"{result.path} names an unknown method: {error}") from None
+        variant, facts = _timed(timed["method"])
         same = [entry for (_, other), entry in rows.items() if other == variant]
         for entry in same or [_entry(rows, (timed["method"], variant), facts)]:
             entry["ms"][title] = timed["ms"]
@@ -198,13 +196,16 @@ def _variant(row: Row) -> Variant:
 
 def _timed(name: str) -> tuple[Variant, Row]:
     """What a row from `bench unet` computes, and its facts. The default route is a separate row."""
-    method = timed_method(name)
-    config = method.config
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
+    try:
+        method = timed_method(name)
+    except ValueError:  # an older version's
+        return (name, LEVELS), facts
+    config = method.config
     if config is None:
         others = {TOME: (TOME, method.levels), LINFUSION: (LINFUSION_CONFIG, LINFUSION_LEVELS)}
         return others.get(method.kind, (method.kind, ())), facts
-    facts |= {"levels": [*config.levels], "effective_codewords": config.num_visible}
+    facts |= {"levels": [*config.levels], "effective_codewords": config.columns}
     if method.route != "always":
         return (name, config.levels), facts
     labels = [config_label(config, own=method.own), *exact_labels(config)]

@@ -1,6 +1,7 @@
 """Calls of exact runs, repeated with other attention: output errors and step times."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from avq_diffusers.hosts import at_timestep, select_layers, step_weight
+from avq_diffusers.hosts import at_timestep, select_layers
 from eval.benchmarks.timing import block_ms, in_turns
 from eval.methods import network_of
 
@@ -21,13 +22,13 @@ class Call(NamedTuple):
 
     Attributes:
         prompts: indices of the prompts in its batch, once or twice (guidance).
-        weight: weight of its error in the run's error.
+        part: the timestep at which its part of the denoising begins.
         args, kwargs: the call's arguments.
         output: the exact output, (B, ...).
     """
 
     prompts: range
-    weight: float
+    part: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
@@ -39,22 +40,21 @@ def recorded_calls(
     prompts: Sequence[str],
     first_seed: int,
     batch_size: int,
-    of_parts: Mapping[int, float],
+    starts: Iterable[int],
     **arguments: Any,
 ) -> list[Call]:
     """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`.
 
-    `of_parts` are a profile's weights. Without them, all calls count alike.
+    `starts` are the timesteps at which parts of the denoising begin, as in a profile.
     """
+    parts = {start: start for start in starts}
     calls: list[Call] = []
     batch = range(0)
 
     def record(network: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         timestep = float((args[1] if len(args) > 1 else kwargs["timestep"]).flatten()[0])
-        weight = 1.0
-        if of_parts:
-            weight = step_weight(pipe.scheduler, timestep) * at_timestep(of_parts, timestep)
-        calls.append(Call(batch, weight, args, kwargs, output[0].clone()))
+        part = at_timestep(parts, timestep)
+        calls.append(Call(batch, part, args, kwargs, output[0].clone()))
 
     handle = network_of(pipe).register_forward_hook(record, with_kwargs=True)
     try:
@@ -70,16 +70,23 @@ def recorded_calls(
 
 @torch.no_grad()
 def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[Call]) -> list[float]:
-    """Each prompt's output error, |model - exact| / |exact| over its calls."""
+    """Each prompt's output error, |model - exact| / |exact|.
+
+    That of a part of the denoising is the root mean square over its calls; the largest counts.
+    """
     network = network_of(pipe)
-    sums = torch.zeros(1 + max(call.prompts[-1] for call in calls), 2, dtype=torch.float64)
+    squared: dict[tuple[int, int], list[float]] = defaultdict(list)
     for call in calls:
         exact = call.output.float()
         found = network(*call.args, **call.kwargs)[0].float()
         squares = torch.stack([found - exact, exact]).square().flatten(2).sum(dim=2)
-        of_prompts = squares.unflatten(1, (-1, len(call.prompts))).sum(dim=1)
-        sums[list(call.prompts)] += call.weight * of_prompts.T.cpu().double()
-    return (sums[:, 0] / sums[:, 1]).sqrt().tolist()
+        off, size = squares.unflatten(1, (-1, len(call.prompts))).sum(dim=1)
+        for prompt, value in zip(call.prompts, (off / size).tolist(), strict=True):
+            squared[prompt, call.part].append(value)
+    errors: dict[int, float] = defaultdict(float)
+    for (prompt, _), values in squared.items():
+        errors[prompt] = max(errors[prompt], mean(values) ** 0.5)
+    return [errors[prompt] for prompt in sorted(errors)]
 
 
 class Steps:

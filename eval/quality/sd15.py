@@ -55,9 +55,7 @@ ROWS = {
     "m128p32c8": TableRow("AVQ M128P32C8", "M128P32C8@L0/tuned"),
     "m64p16c8_level1": TableRow("AVQ M64P16C8, levels 0 and 1", "M64P16C8@L01/tuned"),
     "own_m64p16c8": TableRow("AVQ M64P16C8, own codewords", "M64P16C8@L0/own"),
-    "own_m64p16c8e256_level1": TableRow(
-        "AVQ M64P16C8E256, levels 0 and 1, own codewords", "M64P16C8E256@L01/own"
-    ),
+    "own_m64c8t1e-4_level1": TableRow("AVQ M64C8T1e-4, levels 0 and 1", "M64C8T1e-4@L01"),
 }
 # FID, CLIP score and milliseconds per step, by row and size.
 PUBLISHED = {
@@ -82,7 +80,6 @@ HOURS = {
     "linfusion": {512: 1.4, 1024: 3.8},
     "tome": {512: 1.5, 1024: 4.8},
     "m64p16c8_level1": {512: 1.2, 1024: 3.4},
-    "own_m64p16c8e256_level1": {512: 1.3, 1024: 3.6},
 }
 AVQ_HOURS = {512: 1.2, 1024: 3.6}
 

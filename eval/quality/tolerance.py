@@ -1,11 +1,14 @@
-"""The dial on examples that were not probed: sizes by effect, equal sizes, and peers.
+"""The dial on examples that were not probed: thresholds by effect, one threshold, and peers.
 
-A row is a plan for all layers (equal sizes, the sizes with least error in the same time, or those
-within a tolerance) or another method.
+A row is a plan for all layers (one threshold, the thresholds with least error in the same time, or
+those within a tolerance) or another method.
 
 times_as_fast    time of exact attention divided by the plan's, all layers
 predicted        output error predicted by the profile
-errors           output error per example, |model(row) - model(exact)| / |model(exact)|
+errors           output error per example, |model(row) - model(exact)| / |model(exact)|, in the part
+                 of the denoising where it is largest
+columns          codewords and keys that a query attends to in calls that AVQ serves, mean over its
+                 tiles and calls; for plans of a vision model, as in the profile
 ms               time of a step of the whole model for one image, on a GPU
 psnr             PSNR to exact attention's images from the same noise, by number of steps
 """
@@ -24,8 +27,9 @@ from tqdm import tqdm
 from avq_diffusers import AVQConfig, ErrorProfile, apply_avq, measure_error, remove_avq
 from avq_diffusers.hosts import Allocation
 from eval.benchmarks.networks import by_peer, self_attention_by
+from eval.keys.calls import columns_noted
 from eval.keys.measuring import scheme_of
-from eval.methods import attention_method, load_methods
+from eval.methods import attention_method, load_methods, network_of
 from eval.names import EXACT, PEERS, parse_method
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
@@ -34,11 +38,11 @@ from eval.quality.repeats import Steps, recorded_calls, repeated_errors
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Panel, lines
 
-UNIFORM = ("M64P16C8", "M64P16C8E256", "M128P32C8E256")
+UNIFORM = (5e-4, 2e-4, 1e-4, 5e-5)
 # Factor by which an error may exceed a tolerance that still counts as held.
 SLACK = 1.2
 PROBED_STEPS = 6
-EQUAL, DIAL = "equal sizes in all layers", "sizes by their effect"
+EQUAL, DIAL = "one threshold in all layers", "thresholds by their effect"
 Row = dict[str, Any]
 
 
@@ -65,9 +69,7 @@ def measure_tolerances(
     profile = measure_error(pipe, probed, config, **arguments)
     # Noise that the probes did not use.
     seeds = range(len(probed), len(probed) + len(prompts))
-    calls = recorded_calls(
-        pipe, prompts, seeds[0], settings.batch_size, profile.weights, **arguments
-    )
+    calls = recorded_calls(pipe, prompts, seeds[0], settings.batch_size, profile.parts, **arguments)
     steps = Steps(pipe, calls[:PROBED_STEPS]) if calls[0].output.is_cuda else None
     draws = {
         number: partial(generate, settings=replace(settings, num_inference_steps=number))
@@ -81,7 +83,8 @@ def measure_tolerances(
     rows = []
     for name, way in tqdm(ways.items(), "plans and methods"):
         with way:
-            errors = repeated_errors(pipe, calls)
+            with columns_noted(network_of(pipe)) as noted:
+                errors = repeated_errors(pipe, calls)
             images = {x: draw(pipe, prompts, seeds, description=name) for x, draw in draws.items()}
             if steps is not None and not _is_peer(name):
                 steps.capture()
@@ -91,6 +94,7 @@ def measure_tolerances(
             with self_attention_by(partial(by_peer, peer.source, peer.setting)):
                 steps.capture()
         row = plan_row(name, plans[name], errors) if name in plans else _method_row(name, errors)
+        row["columns"] = mean(noted) if noted else None
         row["psnr"] = {x: psnr_metrics(psnr(images[x], exact[x])) for x in draws}
         rows.append(row)
     if steps is not None:
@@ -116,26 +120,26 @@ def _planned(
 
 
 def plans_of(profile: ErrorProfile, tolerances: Sequence[float]) -> dict[str, Allocation]:
-    """Equal sizes, the best sizes in the same time, and those within tolerances, by name."""
+    """One threshold, the best ones in the same time, and those within tolerances, by name."""
     plans = {}
-    for sizes in UNIFORM:
-        uniform = profile.uniform(sizes)
-        plans[sizes] = uniform
-        plans[f"at the time of {sizes}"] = profile.taking(uniform.time)
+    for threshold in UNIFORM:
+        name, uniform = str(profile.config.changed(threshold=threshold)), profile.uniform(threshold)
+        plans[name] = uniform
+        plans[f"at the time of {name}"] = profile.taking(uniform.time)
     return plans | {f"tolerance {x:g}": profile.within(x) for x in tolerances}
 
 
 def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
-    """The measurements of a plan, except the images'."""
+    """The measurements of a plan, except the images' and columns."""
     return {
         "plan": name,
-        "scheme": EQUAL if name in UNIFORM else DIAL,
+        "scheme": EQUAL if plan.tolerance is None else DIAL,
         "tolerance": plan.tolerance,
         "time": plan.time,
         "times_as_fast": plan.speedup,
         "predicted": plan.error,
         "errors": [*errors],
-        "sizes": {
+        "thresholds": {
             layer: {start: str(x) for start, x in choices.items()}
             for layer, choices in plan.choices.items()
         },
@@ -143,9 +147,7 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
 
 
 def _method_row(name: str, errors: Sequence[float]) -> Row:
-    method = parse_method(name, (0,))
-    is_avq = method.config is not None and method.config.num_children
-    return {"plan": name, "scheme": EQUAL if is_avq else scheme_of(method), "errors": [*errors]}
+    return {"plan": name, "scheme": scheme_of(parse_method(name, (0,))), "errors": [*errors]}
 
 
 def _is_peer(name: str) -> bool:
@@ -187,6 +189,7 @@ def _held(row: Mapping[str, Any]) -> str:
 
 COLUMNS = {
     "plan": itemgetter("plan"),
+    "columns": figure("columns", ".0f"),
     "ms": "ms",
     "attention, times as fast": figure("times_as_fast", ".2f"),
     "output error, predicted": figure("predicted"),

@@ -1,6 +1,7 @@
 """Features of a vision transformer with AVQ in all layers: `python -m eval vision features`.
 
-columns       most codewords and keys that a patch attends to, not counting CLS and registers
+columns       codewords and keys that a patch attends to, for AVQ the mean over tiles and layers;
+              CLS and registers do not count
 features_off  |f - exact| / |exact| of the last hidden states f; exact is in float32
 map_off       mean difference in the map of salient pixels, whose values are between 0 and 1
 map_r         correlation of that map with the exact one
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from avq_diffusers import apply_avq, remove_avq, summary
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.keys.calls import answered
+from eval.keys.calls import answered, columns_noted
 from eval.keys.measuring import (
     by_tokens,
     columns_of,
@@ -35,17 +36,17 @@ from eval.keys.measuring import (
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import Subject, subject_of, vision_pass
 from eval.names import EXACT, NO_ATTENTION, MethodName
-from eval.store.markdown import rows_table
+from eval.store.markdown import Column, figure, rows_table
 from eval.store.plots import Panel, lines
 
 Row = dict[str, Any]
 
 WORDS = (EXACT, NO_ATTENTION)
-COLUMNS = {
+COLUMNS: dict[str, Column] = {
     "pixels": "size",
     "tokens": "tokens",
     "method": "method",
-    "columns": "columns",
+    "columns": figure("columns", ".0f"),
     "features off": "features_off",
     "map off": "map_off",
     "map r": "map_r",
@@ -84,9 +85,10 @@ def measure_features(
     exact = [vision_pass(wide, image)() for image in images]
     for name, method in tqdm(methods.items(), f"{size} pixels"):
         with _running(subject, method):
-            pairs = [
-                (one().float(), other) for one, other in zip(subject.tests, exact, strict=True)
-            ]
+            with columns_noted(model) as columns:
+                pairs = [
+                    (one().float(), other) for one, other in zip(subject.tests, exact, strict=True)
+                ]
             with_avq = [row for row in summary(model).rows if row.config and method.config]
             timing = {}
             if next(model.parameters()).is_cuda and method.source != NO_ATTENTION:
@@ -99,7 +101,7 @@ def measure_features(
             "num_refined": None if method.config is None else method.config.num_refined,
             "size": size,
             "tokens": num_tokens,
-            "columns": columns_of(method, with_avq[0].num_tokens if with_avq else num_tokens),
+            "columns": mean(columns) if columns else columns_of(method, num_tokens),
             "runs": sorted({row.runs for row in with_avq}),
             "features_off": mean(distance(*pair) for pair in pairs),
         }
@@ -137,10 +139,9 @@ def times(run: Callable[[], Any], exact: Callable[[], Any], device: torch.device
 def family_of(method: MethodName) -> str | None:
     """What the points of an elastic curve share: everything except the refined parents."""
     config = method.config
-    if config is None or not config.num_children:
+    if config is None or not config.num_children or config.num_refined is None:
         return None
-    exact = f"E{config.exact_keys}" if config.exact_keys else ""
-    sizes = f"M{config.num_parents}C{config.num_children}{exact}"
+    sizes = f"M{config.num_parents}C{config.num_children}"
     return f"{sizes}, {scheme_of(method).partition(', ')[2]}"
 
 

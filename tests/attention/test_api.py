@@ -7,16 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from cases import call_of, make_case, relative_error, stored_attention
+from cases import THRESHOLD, call_of, make_case, relative_error, stored_attention
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from avq_diffusers import avq_attention
-from avq_diffusers.attention import limits
+from avq_diffusers.attention import limits, reference
 from avq_diffusers.attention.api import BACKENDS, attend, resolve_backend
 from avq_diffusers.attention.limits import obstacles
+from avq_diffusers.attention.schema import arguments_of
 from avq_diffusers.codebook.codebook import Codebook
 
 
@@ -54,6 +55,7 @@ REFUSALS = {
         ),
         ({"num_refined": 2.0}, "num_refined must be an int, but got 2.0 (float)."),
         ({"num_refined": True}, "num_refined must be an int, but got True (bool)."),
+        (THRESHOLD | {"threshold": "1"}, "threshold must be a number, but got '1' (str)."),
         ({"scale": "1"}, "scale must be a number or None, but got str."),
     ],
     ValueError: [
@@ -94,6 +96,15 @@ REFUSALS = {
         ),
         ({"num_refined": -1}, "num_refined must be at least 0, but got -1."),
         ({"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),
+        (
+            {"num_refined": None},
+            'codewords="stored" needs num_refined in place of a threshold.',
+        ),
+        (
+            {"threshold": 0.1, "codewords": "means"},
+            "threshold and num_refined exclude each other, but got 0.1 and 2.",
+        ),
+        (THRESHOLD | {"threshold": -1}, "threshold must be at least 0, but got -1."),
         (
             {"codebook": FLAT},
             "num_refined must be 0 without children (flat VQ), but got 2.",
@@ -179,7 +190,7 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
         {"codewords": "means"},
         {"num_updates": 1},
         OWN_SIZES,
-        {"exact_keys": 1},
+        THRESHOLD,
         {"sink_key": KEY, "sink_value": VALUE},
         {"num_refined": 2},
         {"num_refined": 2, "num_updates": 1},
@@ -191,7 +202,7 @@ def test_the_dense_way_says_every_limit_that_fails(changes):
     arguments = {"codebook": CODEBOOK, "num_refined": 6, "backend": "dense"} | changes
     reasons = []
     if changes != {"num_refined": 2}:
-        reasons.append("it needs stored codewords, no updates, exact keys or sink keys")
+        reasons.append("it needs stored codewords, no updates and no sink keys")
     if changes.get("num_refined"):
         reasons.append("num_refined must be 0 or all 6 parents, but is 2")
     message = f'backend="dense" cannot run: {"; ".join(reasons)}.'
@@ -203,7 +214,7 @@ def test_limits_of_the_kernels_are_said_together():
     tensors, spec = call_of(
         torch.zeros(1, 1, 4, 36), *torch.zeros(2, 1, 1, 4, 36), None, codewords="means"
     )
-    spec = replace(spec, query_tile=200, num_children=40, exact_keys=1)
+    spec = replace(spec, query_tile=200, num_children=40)
     reasons = "; ".join(obstacles("triton", tensors, spec))
     for reason in ("8 up to 128, but is 36", "query_tile .* is 200", "num_children .* is 40"):
         assert re.search(reason, reasons)
@@ -251,12 +262,12 @@ def custom_op_arguments(codebook=CODEBOOK, **options):
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     options = {"query_order": order, "scale": 0.3} | options
     tensors, spec = call_of(QUERY, KEY, VALUE, codebook, **options)
-    return *tensors, spec.numbers
+    return arguments_of(tensors, spec)
 
 
 OWN = {"codebook": None, "codewords": "means"}
-# Keys that take part as themselves.
-SINGLE = {"exact_keys": 20, "sink_key": KEY[:, :, :7] + 1, "sink_value": VALUE[:, :, :7]}
+SINKS = {"sink_key": KEY[:, :, :7] + 1, "sink_value": VALUE[:, :, :7]}
+RESOLVED = OWN | THRESHOLD | SINKS
 
 
 NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, True, False)
@@ -268,8 +279,8 @@ NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, T
         ({}, NO_GRAD),
         ({"query_order": None, "num_refined": 0}, ALL_GRAD),
         (OWN | {"num_updates": 1}, SOME_GRAD),
-        (OWN | SINGLE, ALL_GRAD),
-        (SINGLE, SOME_GRAD),
+        (RESOLVED, ALL_GRAD),
+        (SINKS, SOME_GRAD),
     ],
     ids=lambda x: str(list(x)),
 )
@@ -287,12 +298,13 @@ def test_opcheck(options, needs_grad):
     [
         ({}, (True, True, True)),
         (OWN, (True, False, True)),
-        (SINGLE, (False, True, False)),
+        (SINKS, (False, True, False)),
+        (RESOLVED, (True, True, True)),
     ],
     ids=lambda x: str(list(x)),
 )
 def test_opcheck_of_the_gradients(needs_grad, options):
-    needed = (*needs_grad, *needs_grad[1:]) if options is SINGLE else (*needs_grad, False, False)
+    needed = (*needs_grad, *(needs_grad[1:] if "sink_key" in options else (False, False)))
     arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed, False)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
 
@@ -309,7 +321,8 @@ def test_the_fake_kernel_has_the_layout_of_the_real_one():
         real = torch.ops.avq_diffusers.attention(*arguments)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = torch.ops.avq_diffusers.attention(mode.from_tensor(query), *arguments[1:])
-        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+        for x, y in zip(fake, real, strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
 def test_autocast_does_not_change_the_definition():
@@ -377,6 +390,33 @@ def test_a_trace_is_refused():
         )
 
 
+@pytest.mark.parametrize("options", [{}, {"num_refined": 0}, THRESHOLD], ids=str)
+def test_what_tiles_show(options):
+    """Catches sinks and empty codewords that count, tiles in the order of queries, and columns that
+    are called keys."""
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    call = call_of(QUERY, KEY, VALUE, CODEBOOK, **SINKS | {"query_order": order} | options)
+    found = reference.quantized(*call)
+    spreads = [
+        reference.spread(KEY, x, y)
+        for x, y in ((found.cell, found.parents), (found.leaf, found.leaves))
+    ]
+    holds = [
+        torch.nn.functional.one_hot(x, n).sum(2) for x, n in ((found.cell, 6), (found.leaf, 24))
+    ]
+    parent = torch.cat([torch.arange(6), torch.arange(6).repeat_interleave(3)])
+    expected = []
+    for tile in order.split(16):
+        query = call[0].scale * QUERY[:, :, tile]
+        refined, exact = reference.levels(query, found, *spreads, *call)
+        leaves = refined[:, :, parent] & ~exact & (holds[1] > 0)
+        codewords = (~refined & (holds[0] > 0)).sum(-1) + leaves.sum(-1)
+        expected.append(torch.stack([codewords, (holds[1] * exact).sum(-1)], dim=-1))
+    shown = attend(*call, "torch").shown
+    assert torch.equal(shown, torch.stack(expected, dim=2).int())
+    assert attend(*call, "reference").shown is None
+
+
 class TestFlops:
     """`FlopCounterMode` counts what the operators compute."""
 
@@ -385,7 +425,9 @@ class TestFlops:
             run()
         return counter.get_total_flops()
 
-    @pytest.mark.parametrize(("num_children", "num_refined", "num_updates"), [(2, 3, 0), (0, 0, 1)])
+    @pytest.mark.parametrize(
+        ("num_children", "num_refined", "num_updates"), [(2, 3, 0), (0, 0, 1), (2, None, 0)]
+    )
     @pytest.mark.parametrize("num_sinks", [0, 5])
     def test_by_hand(self, num_children, num_refined, num_updates, num_sinks):
         """Catches operators without a formula, sinks and updates left out, and heads or batch."""
@@ -402,6 +444,8 @@ class TestFlops:
 
         entries = batch * heads * num_tokens * dim
         assignment = 2 * entries * (4 * (1 + num_updates) + num_children)
-        product = 2 * entries * (4 + num_refined * num_children + num_sinks)
-        assert self.count(run) == assignment + 2 * product
-        assert self.count(lambda: run().sum().backward()) == 2 * assignment + 7 * product
+        product = 2 * entries * (4 + (num_refined or 0) * num_children + num_sinks)
+        term = 2 * entries * dim * 2
+        assert self.count(run) == assignment + 2 * product + term
+        both = 2 * assignment + 7 * product + 4 * term
+        assert self.count(lambda: run().sum().backward()) == both

@@ -3,6 +3,7 @@
 Uninitialized memory holds NaN in every test here.
 """
 
+import math
 from contextlib import suppress
 from dataclasses import fields
 from random import Random
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from problems import Problem, draw_problem, solve
 
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.own_codewords import codewords_and_leaves
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
@@ -51,7 +53,7 @@ def test_pytorch_solves_any_problem(part):
 
 
 def test_dense_attention_solves_any_problem():
-    fixed = {"codewords": "stored", "has_codebook": True, "exact_keys": 0, "num_sinks": 0}
+    fixed = {"codewords": "stored", "has_codebook": True, "num_sinks": 0}
     check_random("dense", "dense", 10, most=60, **fixed)
 
 
@@ -72,7 +74,7 @@ def test_kernels_solve_any_large_problem(part):
 USUAL = {
     **{"batch": 1, "heads": 2, "queries": 28, "head_dim": 8, "kind": "clustered", "num_sinks": 0},
     **{"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16, "scale": None},
-    **{"has_codebook": False, "codewords": "means", "num_updates": 0, "exact_keys": 0},
+    **{"has_codebook": False, "codewords": "means", "num_updates": 0, "threshold": None},
     **{"query_order": torch.int64, "key_order": None},
 }
 STORED = {"has_codebook": True, "codewords": "stored"}
@@ -101,9 +103,13 @@ HARD = {
     "half of the keys in one leaf": STORED | {"kind": "one hot leaf"},
     "keys far from zero": {"kind": "offset", "has_codebook": True},
     "identical keys": STORED | {"kind": "identical"},
-    "exact keys, none refined": {"exact_keys": 12, "num_refined": 0},
-    "exact keys, all refined": {"exact_keys": 30, "num_refined": 6},
-    "exact keys and sinks": {"exact_keys": 9, "num_sinks": 5},
+    "a threshold": {"threshold": 0.01},
+    "a threshold and sinks": {"threshold": 0.01, "num_sinks": 5},
+    "a threshold and means of a codebook": {"threshold": 0.01, "has_codebook": True},
+    "a threshold without children": {"threshold": 0.01, "num_children": 0},
+    "a threshold, updated parents": {"threshold": 0.01, "num_updates": 1, "num_parents": 13},
+    "tiles with few and many columns": {"threshold": 0.02, "query_tile": 7, "queries": 60},
+    "nothing above the threshold": {"threshold": math.inf},
     "more sinks than keys": {"num_sinks": 70},
     "sinks beside stored codewords": STORED | {"num_sinks": 40, "kind": "offset"},
     "one key": {"keys": 1, "num_parents": 1, "num_refined": 1},
@@ -115,11 +121,10 @@ FOR_PYTORCH = {
     "an order of 32 bits": {"query_order": torch.int32, "key_order": torch.int32},
     "one channel": {"head_dim": 1},
     "nearly one-hot attention": {"scale": 5.0},
-    "all keys exact": {"queries": 30, "exact_keys": 30},
+    "all keys exact": {"queries": 30, "threshold": 0.0},
     "more parents than keys": STORED | {"num_parents": 60, "num_refined": 25},
     "stored codewords, updated": STORED
     | {"num_updates": 1, "kind": "empty parents", "num_parents": 13, "head_dim": 2},
-    "stored codewords, exact keys and sinks": STORED | {"exact_keys": 9, "num_sinks": 5},
 }
 # `test_kernels.py` has head dim 40, orders of 32 bits, and logits of any size.
 FOR_KERNELS = {
@@ -128,7 +133,7 @@ FOR_KERNELS = {
     "flat, in two blocks": STORED
     | {"num_refined": 0, "num_children": 0, "num_parents": 90, "keys": 200},
     "more tiles than are looked at at once": {"queries": 33, "query_tile": 1, "keys": 20}
-    | {"exact_keys": 9, "num_parents": 3},
+    | {"threshold": 0.01, "num_parents": 3},
 }
 
 
@@ -158,31 +163,44 @@ def test_kernels_solve_hard_problems(name):
     check_hard((HARD | FOR_KERNELS)[name], "triton", FP16)
 
 
-@pytest.mark.parametrize("name", ["last tile partial", "stored codewords", "exact keys and sinks"])
+@pytest.mark.parametrize("name", ["last tile partial", "stored codewords", "a threshold and sinks"])
 def test_kernels_solve_hard_problems_in_float32(name):
     pytest.importorskip("triton")
     check_hard(HARD[name], "triton", FP32)
 
 
-def two_percent_off(tokens: dict, name: str) -> dict:
-    """The same tokens, of which one has a wrong gradient."""
-    return {name: tokens[name] + 0.02 * (tokens[name] - tokens[name].detach())}
+def without_first_order(tokens: dict) -> dict:
+    """The call's own codewords as a codebook, whose means have no such term."""
+    names = {*Tensors._fields} & tokens.keys() - {"parents", "children"}
+    tensors = Tensors.of(
+        **{name: tokens[name].detach() if name in TOKENS else tokens[name] for name in names}
+    )
+    sizes = {name: tokens[name] for name in ("num_parents", "num_children")}
+    parents, children, _ = codewords_and_leaves(tensors, Spec(**sizes))
+    return {"codebook": Codebook(parents, children)}
+
+
+def off(tokens: dict, name: str, share: float = 0.02) -> dict:
+    """The same tokens, of which one has a gradient that is off by a share."""
+    return {name: tokens[name] + share * (tokens[name] - tokens[name].detach())}
 
 
 SPOILED = {
     "query order ignored": lambda x: {"query_order": None},
     "key order ignored": lambda x: {"key_order": torch.arange(x["key"].shape[2])},
     "tiles of twice the length": lambda x: {"query_tile": 2 * x["query_tile"]},
-    "scale one percent off": lambda x: {"scale": 1.01 * x["query"].shape[-1] ** -0.5},
+    "scale one percent off": lambda x: {"scale": 1.01 * x["scale"]},
     "last key lost": lambda x: {name: x[name][:, :, :-1] for name in ("key", "value")},
     "heads mixed": lambda x: {"value": x["value"].roll(1, dims=1)},
-    "children ignored": lambda x: {"num_refined": 0},
+    "children ignored": lambda x: {"num_children": 0},
+    "no first-order term": without_first_order,
     "one update more": lambda x: {"num_updates": 1},
-    "no exact keys": lambda x: {"exact_keys": 0},
+    "no exact keys": lambda x: {"threshold": 0.03},
+    "every key exact": lambda x: {"threshold": 0.0},
     "sinks with values of others": lambda x: {"sink_value": x["sink_value"].flip(2)},
-    "gradient of queries": lambda x: two_percent_off(x, "query"),
-    "gradient of keys": lambda x: two_percent_off(x, "key"),
-    "gradient of values": lambda x: two_percent_off(x, "value"),
+    "gradient of queries": lambda x: off(x, "query", 0.05),
+    "gradient of keys": lambda x: off(x, "key"),
+    "gradient of values": lambda x: off(x, "value"),
 }
 
 
@@ -190,7 +208,8 @@ SPOILED = {
 def test_wrong_results_are_beyond_the_budget(name):
     """The control of the tests above, where the budget is largest."""
     order = torch.int64 if name == "last key lost" else None  # of keys and queries together
-    shape = {"queries": 60, "keys": 61 if order else 60, "exact_keys": 12, "num_sinks": 5}
+    shape = {"queries": 60, "keys": 61 if order else 60, "num_sinks": 5}
+    shape |= {"threshold": 0.02, "scale": 0.15}  # which shows cells, leaves and keys
     wrong = 0
     for seed in range(3):
         problem = draw_problem(Random(seed), **USUAL | shape, dtype=FP16)

@@ -1,9 +1,11 @@
 """Kernels that go wrong, or exceed the resources of unverified GPUs."""
 
+import math
 from operator import itemgetter
 
 import pytest
 import torch
+from cases import unchecked_call
 
 pytest.importorskip("triton")
 
@@ -146,7 +148,7 @@ def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, c
     assert all(map(torch.equal, found, gradients("torch")))
 
 
-@pytest.mark.parametrize("options", [{}, {"exact_keys": 16}, {"num_updates": 1}])
+@pytest.mark.parametrize("options", [{}, {"num_refined": None}, {"num_updates": 1}])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -179,6 +181,15 @@ def test_few_tiles_may_choose_other_codewords(num_tiles, error, is_right):
     found = expected.clone()
     found[:, :, -num_tiles * self_check.TILE :] *= 1 + error
     assert (self_check.distance(found, expected) <= self_check.LARGEST_ERROR) == is_right
+
+
+def test_a_threshold_is_no_kind_of_its_own():
+    """Catches a check, and a search for tilings, at every move of the dial."""
+    kinds = {
+        limits.kind_of_call(*unchecked_call(*TOKENS, **options))
+        for options in ({"threshold": 0}, {"threshold": math.inf}, {"num_refined": 2})
+    }
+    assert len(kinds) == 2
 
 
 @pytest.mark.parametrize("failures", [1, 2])

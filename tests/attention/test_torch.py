@@ -4,9 +4,11 @@ Its results are compared with the definition in `test_fuzz`. Uninitialized memor
 test here.
 """
 
+import math
+
 import pytest
 import torch
-from cases import call_of, make_case, relative_error, stored_attention
+from cases import THRESHOLD, call_of, make_case, relative_error, stored_attention
 from problems import Problem, solve
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,7 @@ from avq_diffusers.codebook.codebook import Codebook
 
 FP32, FP64 = torch.float32, torch.float64
 SINKS = ("sink_key", "sink_value")
-SIZES = {"num_refined": 2, "query_tile": 16}
+SIZES = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
@@ -37,6 +39,11 @@ def with_sinks(**shape: object) -> tuple[list[Tensor], Codebook]:
     return [query, key, value, key[:, :, :11] + 1, 1 - value[:, :, :11]], codebook
 
 
+def own(codebook: Codebook, options: dict[str, object]) -> Codebook | None:
+    """No codebook where means represent the keys, which then have a first-order term."""
+    return codebook if options is STORED else None
+
+
 def results(
     tokens: list[Tensor], codebook: Codebook | None, needed: tuple[int, ...] = (), **options: object
 ) -> list[Tensor | None]:
@@ -49,16 +56,17 @@ def results(
     return [output.detach(), *(x.grad for x in inputs)]
 
 
-EXACT_KEYS = {"exact_keys": 9, "codewords": "means"}
+MEANS = {"codewords": "means"}
 STORED = {"codewords": "stored"}
 
 
-@pytest.mark.parametrize("options", [STORED, EXACT_KEYS], ids=str)
+@pytest.mark.parametrize("options", [STORED, THRESHOLD], ids=str)
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (4,), (1, 2), (3, 4), (1, 4)], ids=str)
 def test_only_needed_gradients_are_computed(options, needed):
     tokens, codebook = with_sinks()
-    everything = results(tokens, codebook, **options)
-    for i, gradient in enumerate(results(tokens, codebook, needed, **options)[1:]):
+    call = tokens, own(codebook, options)
+    everything = results(*call, **options)
+    for i, gradient in enumerate(results(*call, needed, **options)[1:]):
         if i in needed:
             assert relative_error(gradient, everything[1 + i]) < 1e-12
         else:
@@ -104,14 +112,14 @@ def test_cost_and_memory_of_gradients_are_linear(monkeypatch):
         assert mode.numbers == expected
 
 
-def test_cost_of_exact_keys_is_linear():
-    """Twice the tokens at one budget are twice the products."""
+@pytest.mark.parametrize("options", [MEANS, {**THRESHOLD, "threshold": math.inf}])
+def test_cost_of_means_is_linear(options):
+    """Twice the tokens are twice the products, where tiles have as many columns."""
 
     def flops(num_tokens: int) -> int:
-        query, key, value, codebook = make_case(batch=1, queries=num_tokens)
+        query, key, value, _ = make_case(batch=1, queries=num_tokens)
         sinks = {"sink_key": key[:, :, :5], "sink_value": value[:, :, :5]}
-        options = {"codewords": "means", "exact_keys": 32, "scale": 1.0} | sinks
-        call = call_of(query, key, value, codebook, **options)
+        call = call_of(query, key, value, None, **options | sinks)
         with FlopCounterMode(display=False) as counter:
             torch_forward.avq_attention(*call)
             torch_backward.gradients(query, *call, (True,) * 5)
@@ -120,25 +128,26 @@ def test_cost_of_exact_keys_is_linear():
     assert flops(256) == 2 * flops(128)
 
 
-@pytest.mark.parametrize("options", [STORED, EXACT_KEYS], ids=str)
+@pytest.mark.parametrize("options", [STORED, THRESHOLD], ids=str)
 def test_chunks_do_not_change_the_result(options, monkeypatch):
     tokens, codebook = with_sinks(batch=3, queries=100)
     found = []
     for elements in (1 << 10, 1 << 14, 1 << 22):
         monkeypatch.setattr(assignment, "ELEMENTS_CPU", elements)
-        found.append(results(tokens, codebook, **options))
+        found.append(results(tokens, own(codebook, options), **options))
     for x, y, z in zip(*found, strict=True):
         assert max(relative_error(x, z), relative_error(y, z)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
-@pytest.mark.parametrize("options", [STORED, EXACT_KEYS], ids=str)
+@pytest.mark.parametrize("options", [STORED, THRESHOLD], ids=str)
 def test_same_bits_on_every_run(options, dtype):
     tokens, codebook = with_sinks(queries=200, dtype=dtype)
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
-    first = results(tokens, codebook, query_order=order, **options)
+    call = tokens, own(codebook, options)
+    first = results(*call, query_order=order, **options)
     for _ in range(5):
-        again = results(tokens, codebook, query_order=order, **options)
+        again = results(*call, query_order=order, **options)
         assert all(map(torch.equal, again, first))
 
 
@@ -146,7 +155,8 @@ def test_same_bits_on_every_run(options, dtype):
 DIGITS = {
     "a shift of all keys": (300, 0, {}),
     "a shift, none refined": (300, 0, {"num_refined": 0}),
-    "a shift beside exact keys and sinks": (300, 0, EXACT_KEYS),
+    "a shift, by a threshold and beside sinks": (300, 0, THRESHOLD),
+    "a shift of own codewords, beside sinks": (300, 0, MEANS),
     "a dead codeword far away": (0, 1e6, {}),
 }
 
@@ -161,9 +171,10 @@ def test_it_costs_no_digits(name):
     parents, children = codebook.parents + shift, codebook.children + shift
     parents[:, 3] += far
     children[:, 3] += far
-    problem = (tokens if "sinks" in name else tokens[:3]), Codebook(parents, children)
+    codebook = None if "own" in name else Codebook(parents, children)
+    problem = (tokens if "sinks" in name else tokens[:3]), codebook
     output, *gradients = results(*problem, **STORED | options, backend="torch")
-    wide = [x.double() for x in problem[0]], problem[1].to(dtype=FP64)
+    wide = [x.double() for x in problem[0]], codebook and codebook.to(dtype=FP64)
     expected, *targets = results(*wide, **STORED | options, backend="reference")
     assert relative_error(output, expected) < 8 * torch.finfo(FP32).eps
     assert relative_error(gradients[2], targets[2]) < 16 * torch.finfo(FP32).eps
@@ -206,7 +217,7 @@ def test_bfloat16_has_its_whole_range(of_values, of_keys):
         zip(("query", "key", "value"), (x.bfloat16() * y for x, y in scaled), strict=True)
     )
     sizes = {"num_parents": 2, "num_children": 0, "num_refined": 0, "num_updates": 0}
-    options = sizes | {"codewords": "means", "query_tile": 32, "scale": None, "exact_keys": 0}
+    options = sizes | {"codewords": "means", "query_tile": 32, "scale": None}
     outcome = solve(Problem(tokens, codebook, options), "torch")
     assert outcome.error <= 1
     assert outcome.compared > 0.5
@@ -326,9 +337,9 @@ class TestCuda:
         expected = stored_attention(*case, **options | {"backend": "reference"})
         assert relative_error(output, expected) < 1e-12
 
-    def test_the_host_never_waits(self):
+    def test_the_host_never_waits_without_a_threshold(self):
         (query, key, value, codebook), options = self.on_cuda(torch.float16)
-        options |= {"exact_keys": 64, "sink_key": key[:, :, :9], "sink_value": value[:, :, :9]}
+        options |= {"sink_key": key[:, :, :9], "sink_value": value[:, :, :9]}
         stored_attention(query, key, value, codebook, **options)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -34,6 +34,7 @@ from avq_diffusers import (
     scalecrafter,
     select_layers,
     set_num_refined,
+    set_threshold,
     summary,
 )
 from avq_diffusers.cli import bench, images
@@ -50,7 +51,7 @@ from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
-from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.verbs import states_of
 from avq_diffusers.images import MARGIN, psnr
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
@@ -120,9 +121,9 @@ def test_a_sheet_that_fails_says_that_the_image_is_saved(generate, monkeypatch):
 
 
 @pytest.fixture
-def ladder(monkeypatch) -> None:
-    """A short one, for tiny models."""
-    monkeypatch.setattr(measured_layer, "LADDER", ("M4", "M8P8C4E16"))
+def coarse_thresholds(monkeypatch) -> None:
+    """Tiny models need all their few keys at the usual ones."""
+    monkeypatch.setattr(exact_runs, "THRESHOLDS", (1e-2, 1.0, 1e3))
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_generate_with_the_embedded_model(avq, tmp_path):
     assert image.shape == (64, 128, 3)
     assert sheet.shape[1] >= 3 * 128 + 4 * MARGIN
     assert sheet.shape[0] > 64 + 17 * 13  # a line for each of 17 layers or so, and the header
-    assert output.count("AVQ(") == 5
+    assert output.count("AVQ(") == 10
     assert "PSNR" in output
     assert "image:avq.pngsheet:avq_sheet.png" in output
     assert entry_points(group="console_scripts")["avq"].value == "avq_diffusers.cli.main:main"
@@ -229,26 +230,41 @@ def test_options_reach_the_image(generate, codebooks):
     assert np.array_equal(shown[3], make(set_num_refined(pipe, 0)))
 
 
-def test_a_tolerance_of_a_sampler_without_training_timesteps(avq, ladder, tmp_path):
+def test_a_threshold_is_applied(avq, model):
+    """Catches one that is read and forgotten, and the one of --config in its place."""
+    arguments = ("--model", model, "--steps", "1", "--config", "M8C2T1e-3", "--threshold", "0.2")
+    code, output = avq("generate", PROMPT, *arguments)
+    assert code == 0
+    assert "M8C2T0.2" in output
+    pipe = apply_avq(two_level_pipe(), AVQConfig.parse("M8C2T1e-3"), route="always")
+    coarse = make(set_threshold(pipe, 0.2))
+    assert np.array_equal(pixels("avq.png"), coarse)
+    assert not np.array_equal(coarse, make(set_threshold(pipe, 1e-3)))
+
+
+@pytest.mark.usefixtures("coarse_thresholds")
+def test_a_tolerance_of_a_sampler_without_training_timesteps(avq, tmp_path):
     """Catches a refusal of EDM's samplers, for which errors are measured over all steps."""
     pipe = two_level_pipe()
     pipe.scheduler = EDMEulerScheduler()
     pipe.save_pretrained(tmp_path)
-    options = ("--model", tmp_path, "--steps", "2", "--config", "M8P4C2", "--tolerance", "0.5")
+    options = ("--model", tmp_path, "--steps", "2", "--config", "M8C2T1e-4", "--tolerance", "0.5")
     assert avq("generate", PROMPT, *options)[0] == 0
 
 
-def test_tolerance_is_honoured(avq, model, ladder):
+@pytest.mark.usefixtures("coarse_thresholds")
+def test_tolerance_is_honoured(avq, model):
     """Fails where the choice is not applied, is measured on another image, or where sizes without
     codebooks are calibrated."""
     arguments = ["--model", model, "--steps", "4", "--seed", "3", "--levels", "0,1"]
-    code, output = avq("generate", PROMPT, *arguments, "--config", "M8P4C2", "--tolerance", "0.005")
+    arguments += ["--config", "M8C2T1e-4"]
+    code, output = avq("generate", PROMPT, *arguments, "--tolerance", "0.005")
     assert code == 0
     assert "ofexactattention's(asked:0.5%)" in output
     assert "cheap" not in output  # no operations beside times
     assert squeezed("The tolerance is for the model's output (noise, velocity)") in output
     pipe = two_level_pipe()
-    config = AVQConfig.parse("M8P4C2", levels=(0, 1))
+    config = AVQConfig.parse("M8C2T1e-4", levels=(0, 1))
     sizes = {"num_inference_steps": 4, "height": 128, "width": 128, "progress": False}
     apply_avq(pipe, config, tolerance=0.005, prompt=PROMPT, seed=3, **sizes)
     shown = {row.config for row in summary(pipe).rows}
@@ -305,7 +321,7 @@ def test_steps_are_timed_in_turns():
     """Catches runs one after the other, which a machine's drift sets apart, and cold steps."""
     pipe = two_level_pipe()
     apply_avq(pipe, AVQConfig.parse("M4P2C2"), route="always")
-    waits = iter((3, 3, *images.TIMED_PAIRS * (0.2, 0.1)))
+    waits = iter((3, 3, *images.TIMED_PAIRS * (0.8, 0.4)))
     modes = []
 
     def wait(*_):
@@ -387,7 +403,7 @@ def sd3(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("options", "code", "count", "message"),
     [
-        ("--num-refined 1", 0, 3, "M4P1C2AVQ(torchbackend)256AVQ:"),
+        ("--num-refined 1", 0, 3, "M4P1C2AVQ(torchbackend)"),
         ("--scalecrafter", 2, 1, "--scalecrafter dilates a UNet's convolutions; this model"),
         ("--levels 1", 2, 1, "this model has no self-attention at level 1, only at levels 0"),
     ],
@@ -467,16 +483,26 @@ def test_bench_generates_what_generate_does(avq, generate, model, codebooks):
     assert columns[0] == columns[1] < columns[2] == columns[3]
 
 
-def test_bench_of_tolerances_generates_what_generate_does(avq, model, ladder):
-    """Catches sizes of one tolerance for all, or on the image of another request."""
-    arguments = ("--model", model, "--steps", "2", "--config", "M8P4C2", "--levels", "0,1")
-    code, output = avq("bench", PROMPT, *arguments, "--tolerances", "0.002,0.05")
+@pytest.mark.usefixtures("coarse_thresholds")
+@pytest.mark.parametrize(
+    ("several", "one", "values"),
+    [
+        ("--thresholds", "--threshold", ("0.01", "0.2")),
+        ("--refined", "--num-refined", ("8", "2")),
+        ("--tolerances", "--tolerance", ("0.002", "0.05")),
+    ],
+)
+def test_bench_of_a_dial_generates_what_generate_does(avq, model, several, one, values):
+    """Catches one choice for all, on the image of another request, or of another dial."""
+    arguments = ("--model", model, "--steps", "2", "--config", "M8C2T1e-4", "--levels", "0,1")
+    code, output = avq("bench", PROMPT, *arguments, several, ",".join(values))
     assert code == 0
-    assert "0.002tolerance" in output
+    label = {"--refined": "refined"}.get(several, one.removeprefix("--"))
+    assert f"{values[0]}{label}" in output
     sheet = pixels("avq_bench_sheet.png")
     places = []
-    for tolerance in ("0.002", "0.05"):
-        assert avq("generate", PROMPT, *arguments, "--tolerance", tolerance)[0] == 0
+    for value in values:
+        assert avq("generate", PROMPT, *arguments, one, value)[0] == 0
         places.append(lefts(sheet, pixels("avq.png")))
     assert places[0] < places[1]
 
@@ -553,7 +579,7 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
     ("command", "message"),
     [
         ("generate --model /no/such/folder", "/no/such/folder"),
-        ("generate --config M64P", "expected a configuration such as M64P16C8 or M256, but got"),
+        ("generate --config M64P", "expected a configuration such as M64C8T1e-4, M64P16C8 or M256"),
         ("generate --exact=", "exact must name layers"),
         ("generate --out /proc/self/a.png", "the folder /proc/self is not writable"),
         (f"generate --out {248 * 'a'}.png", "File name too long"),
@@ -564,7 +590,15 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         ("generate --codebooks CODEBOOKS --exact up_blocks", "--exact; drop one of them"),
         ("generate --tolerance 0", "--tolerance must be above 0 and at most 0.5, but got 0"),
         ("generate --tolerance 0.1 --num-refined 8", "--num-refined and --tolerance exclude each"),
-        ("generate --tolerance 0.1 --codebooks CODEBOOKS", "exclude each other; drop one of them"),
+        ("generate --tolerance 0.1 --threshold 0.1", "--threshold and --tolerance exclude each"),
+        ("generate --threshold -1", "--threshold must be at least 0, but got -1.0"),
+        ("generate --threshold 1e-4 --codebooks CODEBOOKS", "Thresholds and tolerances exclude"),
+        ("bench --thresholds 1e-4,x", "--thresholds must be numbers such as 0.1 or 0.05,0.1"),
+        ("bench --thresholds nan", "--thresholds must be at least 0, but got nan"),
+        (
+            "generate --tolerance 0.1 --codebooks CODEBOOKS",
+            "exclude --codebooks, whose dial is the",
+        ),
         ("bench --tolerances 0.1 --refined 8", "--refined and --tolerances exclude each other"),
         ("generate --exact nowhere", "but got 'nowhere'; one of them is down_blocks.0.att"),
         ("generate --config M4P2C2 --num-refined 5", "M4P2C2 can refine 0 to 4 parents, but got 5"),
@@ -584,6 +618,7 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
             "latin.txt is not UTF-8 text (line 1: unexpected",
         ),
         ("calibrate --out empty.txt/codebooks", "--out must be a folder, but"),
+        ("calibrate --config M8C2T1e-4", 'codewords="stored" needs num_refined in place of a thr'),
         ("calibrate --keys 3 --config M4P2C2", "at least num_parents = 4, but got 3"),
         ("inspect /no/such/folder", "/no/such/folder"),
     ],

@@ -16,16 +16,17 @@ import torch
 from PIL import Image
 from tiny import CONFIG, random_codebooks, three_level_unet, tiny_pipe, two_level_unet
 
-from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined
+from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_threshold
 from avq_diffusers.cli import main as cli
 from avq_diffusers.hosts import verbs
-from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.measuring.profile import SHOWN_TOLERANCES
 from avq_diffusers.images import difference
 
 PROMPT = "a red fox"
 SIDE = 128
-SIZES = AVQConfig.parse("M4P2C2", query_tile=16)
+SIZES = AVQConfig.parse("M4C2T1e-4", query_tile=16)
+COARSE = "0.001"
 FIELDS = {"prompt": PROMPT, "width": SIDE, "height": SIDE, "seed": 0, "steps": 1}
 NO_TOLERANCE = "none"
 
@@ -72,7 +73,7 @@ def site():
     page = build_page(pipe, "tiny", [PROMPT], SIZES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", watched)
-        patch.setattr(measured_layer, "LADDER", ("M4", "M8P8C4E16"))
+        patch.setattr(exact_runs, "THRESHOLDS", (1e-2, 1.0, 1e3))
         yield serve(page, host="127.0.0.1", port=free_port()), pipe
         page.close()
     assert called == []
@@ -91,9 +92,9 @@ class Visitor:
         exact = self.client.predict(api_name="/generate_exact", **FIELDS | changes)[0]
         return exact["label"], np.asarray(Image.open(exact["value"]))
 
-    def refine(self, num_refined: int = SIZES.num_refined, tolerance: str = NO_TOLERANCE):
+    def turn(self, dial: str = "0.0001", tolerance: str = NO_TOLERANCE):
         """Title and pixels of the AVQ image and of the difference, and the rows of the report."""
-        fields = {"num_refined": num_refined, "tolerance": tolerance}
+        fields = {"dial": dial, "tolerance": tolerance}
         *images, report = self.client.predict(api_name="/generate_avq", **fields)
         shown = [(x["label"], np.asarray(Image.open(x["value"]))) for x in images]
         return *shown, report["value"]["data"]
@@ -123,7 +124,7 @@ def test_the_images_are_those_of_generate(visit, reference):
     """Fails where the columns are swapped, a field is dropped, or images lose detail."""
     visitor = visit()
     exact_title, exact = visitor.press_generate(seed=3, steps=2)
-    (title, avq), (difference_title, differing), rows = visitor.refine()
+    (title, avq), (difference_title, differing), rows = visitor.turn()
     assert exact_title.startswith("Exact, ")
     assert title.startswith("AVQ, ")
     assert "PSNR" in difference_title
@@ -132,8 +133,8 @@ def test_the_images_are_those_of_generate(visit, reference):
     assert not np.array_equal(exact, avq)
     expected = difference(Image.fromarray(exact), Image.fromarray(avq))
     assert np.array_equal(differing, np.asarray(expected))
-    for cell in ("AVQ: 2", "AVQ (torch backend)", "M4P2C2"):
-        assert str(rows).count(cell) == 3
+    for cell in ("AVQ: 2", "AVQ (torch backend)", "M4C2T1e-4"):
+        assert str(rows).count(cell) == 7
 
 
 def test_every_field_reaches_the_image(visit):
@@ -146,20 +147,20 @@ def test_every_field_reaches_the_image(visit):
     assert [image.shape[:2] for image in images[2:4]] == [(128, 192), (192, 128)]
 
 
-def test_the_slider_generates_the_avq_image_only(visit, calls, reference):
-    """Fails where the slider does nothing, or the exact image is generated again without need."""
+def test_the_dial_generates_the_avq_image_only(visit, calls, reference):
+    """Fails where the dial does nothing, or the exact image is generated again without need."""
     visitor, runs = visit(), calls[0]
     visitor.press_generate()
-    (_, default), *_ = visitor.refine()
-    (_, avq), _, rows = visitor.refine(0)
+    (_, default), *_ = visitor.turn()
+    (_, avq), _, rows = visitor.turn(COARSE)
     visitor.client.predict(api_name="/generate_exact", **FIELDS)
     assert len(runs) == 3
-    assert "M4P0C2" in str(rows)
-    assert np.array_equal(avq, generate(set_num_refined(reference, 0)))
+    assert "M4C2T0.001" in str(rows)
+    assert np.array_equal(avq, generate(set_threshold(reference, 1e-3)))
     assert not np.array_equal(default, avq)
 
 
-def test_a_tolerance_replaces_the_refined_parents(visit, reference, monkeypatch):
+def test_a_tolerance_replaces_the_threshold(visit, reference, monkeypatch):
     """Fails where it is measured anew for each image, on another one, or stays for the next."""
     visitor, measured, measure = visit(), [], verbs.measure_error
     monkeypatch.setattr(
@@ -167,11 +168,11 @@ def test_a_tolerance_replaces_the_refined_parents(visit, reference, monkeypatch)
     )
     _, exact = visitor.press_generate(seed=1)
     tolerances = [str(min(SHOWN_TOLERANCES)), str(max(SHOWN_TOLERANCES))]
-    fine = visitor.refine(tolerance=tolerances[0])[0][1]
-    coarse = visitor.refine(tolerance=tolerances[1])[0][1]
+    fine = visitor.turn(tolerance=tolerances[0])[0][1]
+    coarse = visitor.turn(tolerance=tolerances[1])[0][1]
     assert len(measured) == 1
     assert not np.array_equal(fine, coarse) or np.array_equal(fine, exact)
-    assert np.array_equal(visitor.refine()[0][1], generate(reference, seed=1))
+    assert np.array_equal(visitor.turn()[0][1], generate(reference, seed=1))
 
 
 def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference, capfd):
@@ -203,7 +204,7 @@ def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference, capfd):
         visitor.press_generate()
     calls[1].clear()
     assert np.array_equal(visitor.press_generate()[1], generate_exact(reference))
-    assert np.array_equal(visitor.refine()[0][1], generate(reference))
+    assert np.array_equal(visitor.turn()[0][1], generate(reference))
 
 
 def test_cancelled_work_stops(visit, calls, reference):
@@ -250,6 +251,13 @@ def test_fields_are_refused_in_one_sentence():
         with pytest.raises(gradio.Error) as refused:
             events.generate_exact(None, **FIELDS | changes, visitor=None)
         assert re.fullmatch(message, refused.value.message)
+    for dial, tolerance, message in [
+        ("fine", NO_TOLERANCE, r"Threshold must be one of 0\.001, .*, but got 'fine'\."),
+        (COARSE, "1", r"Tolerance must be one of none, .*, but got '1'\."),
+    ]:
+        with pytest.raises(gradio.Error) as refused:
+            events.generate_avq((None, None), dial, tolerance, visitor=None)
+        assert re.fullmatch(message, refused.value.message)
 
 
 def test_work_for_a_client_that_left_stops(site, visit, calls, reference):
@@ -287,24 +295,24 @@ def test_work_that_nobody_listens_to_stops(site, visit, calls, reference, monkey
 
 def test_visitors_do_not_disturb_each_other(visit, reference):
     """Each gets the images that it would get alone; fails without a queue for the pipeline."""
-    refined = (SIZES.num_refined, 0)
+    dials = ("0.0001", COARSE)
 
     def stay(seed: int):
         visitor = visit()
         exact = visitor.press_generate(seed=seed, steps=2)[1]
-        return exact, visitor.refine(refined[seed])[0][1]
+        return exact, visitor.turn(dials[seed])[0][1]
 
-    with ThreadPoolExecutor(len(refined)) as pool:
-        results = list(pool.map(stay, range(len(refined))))
+    with ThreadPoolExecutor(len(dials)) as pool:
+        results = list(pool.map(stay, range(len(dials))))
     for seed, (exact, avq) in enumerate(results):
         assert np.array_equal(exact, generate_exact(reference, seed=seed, steps=2))
         if seed == 1:
-            set_num_refined(reference, 0)
+            set_threshold(reference, 1e-3)
         assert np.array_equal(avq, generate(reference, seed=seed, steps=2))
 
 
-def test_a_slider_before_the_first_image_does_nothing(visit, calls):
-    visit().client.predict(api_name="/generate_avq", num_refined=0, tolerance=NO_TOLERANCE)
+def test_a_dial_before_the_first_image_does_nothing(visit, calls):
+    visit().client.predict(api_name="/generate_avq", dial=COARSE, tolerance=NO_TOLERANCE)
     assert calls[0] == []
 
 

@@ -11,8 +11,8 @@ from tiny_training import CONFIGS, RUN_CONFIG
 
 from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile
 from avq_diffusers.hosts.core.layers import LayerSpec
-from avq_diffusers.hosts.measuring.profile import LayerEffects
-from avq_diffusers.mini import MINI_DISTILLED, MINI_DISTILLED_LEVEL1
+from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured, Part
+from avq_diffusers.mini import MINI_DISTILLED
 from distill.config import DistillConfig
 from distill.config_file import load_config, save_config
 
@@ -48,9 +48,8 @@ def test_the_recipe_of_sd15_is_that_of_the_paper():
     assert (config.accumulation(8), config.accumulation(1)) == (1, 8)
 
 
-@pytest.mark.parametrize("folder", [MINI_DISTILLED, MINI_DISTILLED_LEVEL1])
-def test_shipped_students_are_of_their_rows(folder):
-    shipped = AVQCodebooks.from_pretrained(folder)
+def test_the_shipped_student_is_of_its_row():
+    shipped = AVQCodebooks.from_pretrained(MINI_DISTILLED)
     training = shipped.config["training"]
     row = load_config(CONFIGS / f"{training['config']}.yaml", DistillConfig, [])
     assert shipped.avq_config == row.avq
@@ -62,18 +61,21 @@ def test_a_profile_decides_the_sizes_of_layers(tmp_path):
     """Catches sizes of the file that stay beside those of the profile."""
     layers = [
         LayerEffects(
-            LayerSpec(name, 1, 2, 8), 64, {"M4": 1.0, "exact": 2.0}, {1000: {"M4": effect}}
+            LayerSpec(name, 1, 2, 8),
+            *(64, 2.0),
+            {1000: Measured([effect / 2, effect], [200.0, 100.0], [1.0, 0.5])},
         )
         for name, effect in (("up", 0.01), ("down", 0.5))
     ]
     measured = AVQConfig(levels=(0, 1), num_updates=1)
-    ErrorProfile(measured, tuple(layers), {1000: 1.0}).save(tmp_path / "profile.json")
+    profile = ErrorProfile(measured, tuple(layers), {1000: Part(1.0)}, (1e-4, 4e-4))
+    profile.save(tmp_path / "profile.json")
     chosen = [f"avq.profile={tmp_path / 'profile.json'}", "avq.tolerance=0.02"]
     unused = ("commitment_weight=0", "full_spawning=false", "project_children=false")
     own = ["codebooks=null", *(f"objective.{setting}" for setting in unused)]
     config = distillation([*own, *chosen])
     assert (config.avq.levels, config.avq.num_updates, config.avq.exact) == ((0, 1), 1, ("down",))
-    assert str(config.avq.for_layer("up", 1)) == "M4"
+    assert str(config.avq.for_layer("up", 1)) == "M64C8T4e-4"
     save_config(config, tmp_path)
     assert load_config(tmp_path / "config.yaml", DistillConfig, []) == config
     with pytest.raises(ValueError, match=r"avq\.profile needs avq\.tolerance, such as 0\.02"):

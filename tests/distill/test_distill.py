@@ -400,7 +400,8 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
         },
         {
             "precision": "bf16",
-            "avq.exact_keys": 8,
+            "avq.num_refined": "null",
+            "avq.threshold": 0.01,
             "objective.guided_weight": 0.1,
             "objective.guidance_scale": 2.0,
             **OWN_CODEWORDS,

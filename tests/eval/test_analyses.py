@@ -15,7 +15,7 @@ from eval.codebooks import analyses, layer_errors
 from eval.methods import Method, attention_method
 from eval.store import plots
 
-TWELVE = AVQConfig.parse("M12P3C2", query_tile=16, codewords="stored")
+TWELVE = AVQConfig.parse("M12P3C2", levels=(0,), query_tile=16, codewords="stored")
 SCENES = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
 
 

@@ -46,7 +46,7 @@ def test_slopes_group_the_rows_and_take_the_right_axis():
 
     def row(against, config, tokens, ms, **more):
         chosen = AVQConfig.parse(config, codewords="stored")
-        facts = {"effective_codewords": chosen.num_visible, "tokens": tokens, "ms": ms}
+        facts = {"effective_codewords": chosen.columns, "tokens": tokens, "ms": ms}
         return {"against": against, "method": method_name(chosen), **facts, **more}
 
     rows = [

@@ -31,7 +31,7 @@ from eval.quality.generation import Sampling, dilation
 SCENES = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
 TILED = AVQConfig.parse("M6P2C2", codewords="stored", query_order="random", query_tile=32)
 NORMED = replace(TILED, key_norm=True, levels=(0, 1), num_children=1)
-OWN = AVQConfig.parse("M6P2C2", query_tile=16, exact=("up_blocks",), num_updates=1)
+OWN = AVQConfig.parse("M6P2C2", levels=(0,), query_tile=16, exact=("up_blocks",), num_updates=1)
 
 
 def relative(found, expected) -> float:

@@ -13,6 +13,7 @@ from eval.store.report import Result
 METRICS = {"fid": 20.0, "fid_sem": 0.5, "clip_score": 90.0, "copy_agreement": 0.75}
 FOLDER = "runs/m64/codebooks"
 BUT_ONE = "runs/but-one/codebooks"
+OLDER = "M64P16C8X9/own"  # of a version with other options
 SMALL, LARGE = "256²", "512², ScaleCrafter"
 TIMES = "512² (SD1.5; in a graph)"
 
@@ -64,6 +65,8 @@ def table():
         quality_row("runs/linear-01", "LinFusion", "distilled", (0, 1), **METRICS),
         quality_row("M4", "M4", "calibrated", **METRICS),
         quality_row("M64P16C8/own", "M64P16C8/own", "own", **METRICS),
+        quality_row("M64C8T1e-4", "M64C8T1e-4", "own", **METRICS),
+        quality_row(OLDER, OLDER, "own", (0, 1), **METRICS),
     ]
     both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
@@ -71,6 +74,7 @@ def table():
     timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0/tuned": None, "M4": 5.5, "M4@L0": 5.25}
     timed |= {"linfusion": 9.0, "tome@L01": 8.5, "M64P16C8-up_blocks.1": 6.25}
     timed |= {"M64P16C8@L0/own": 6.75, "M64P16C8@L0/own1": 6.875}
+    timed |= {"M64C8T1e-4@L0": 6.625, "M64C8T5e-4@L0": 6.5, OLDER: 7.25}
     timed |= {"M64P16C8/tuned": 6.125, "M64P16C8@L0/tuned": 7.5, "M4@L0/tuned": 5.375}
     return build(
         speed(timed),
@@ -100,6 +104,9 @@ def test_times_belong_to_what_runs(table):
         ("runs/linear-01", 0, 1): None,  # not in every self-attention, which was timed
         ("M4", 0): 5.25,
         ("M64P16C8/own", 0): 6.75,
+        ("M64C8T1e-4", 0): 6.625,
+        ("AVQ 64/8, threshold 5e-4, level 0", 0): 6.5,
+        (OLDER, 0, 1): 7.25,
         ("AVQ 64/16/8, own codewords, 1 update, level 0", 0): 6.875,
         (FOLDER, 0, 1): 6.125,
         ("limit",): 5,
@@ -146,12 +153,14 @@ def test_panels(table):
         ("LinFusion, distilled, level 0+1+2", 9, 20),
         ("M4, calibrated", 5.25, 20),
         ("M64P16C8/own, own", 6.75, 20),
+        ("M64C8T1e-4, own", 6.625, 20),
+        (f"{OLDER}, own", 7.25, 20),
         ("M64P16C8, distilled, level 0+1", 6.125, 22),
     ]
-    assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, *[0.5] * 6, 0]
+    assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, *[0.5] * 8, 0]
     assert {line.errors[0] for line in clip.lines} == {0}  # it has none; those are of FID
     assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
-    assert [line.y[0] for line in clip.lines] == [90, 90, 89, *[90] * 6]
+    assert [line.y[0] for line in clip.lines] == [90, 90, 89, *[90] * 8]
     assert [line.x[0] for line in clip_large.lines] == [10]
     assert [(line.x, line.y) for line in psnr.lines] == [([7.5], [40])]
     assert psnr.reference is None
@@ -191,7 +200,6 @@ OTHERS = "another protocol or other seeds; average seeds with merge first"
         ),
         ({"command": "python -m eval scenes"}, "d.json is not a complete result .KeyError: 'size"),
         (speed({"exact": 1.0}), "c.json both have times of 512"),
-        (speed({"M5P6C7@0": 1.0}, size=64), "names an unknown method: .*'M5P6C7@0'"),
     ],
 )
 def test_what_does_not_fit_is_refused(document, message):

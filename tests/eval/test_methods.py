@@ -54,10 +54,14 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("M4P2C2E8@L01/own1", AVQConfig.parse("M4P2C2E8", levels=(0, 1), num_updates=1)),
+        ("M4C2T0.01@L01", AVQConfig.parse("M4C2T0.01", levels=(0, 1))),
+        (
+            "M4C2T1e-4-up_blocks/own1",
+            AVQConfig.parse("M4C2T1e-4", levels=(0,), exact=("up_blocks",), num_updates=1),
+        ),
         (
             "M4P1C2-up_blocks@P3/own",
-            AVQConfig.parse("M4P3C2", exact=("up_blocks",)),
+            AVQConfig.parse("M4P3C2", levels=(0,), exact=("up_blocks",)),
         ),
     ],
 )
@@ -210,12 +214,12 @@ def test_value_projection_is_its_formula():
         ("DISTILLED@P5", (0,), "num_refined must be between 0 and 4"),
         ("OTHER", (0,), "codebooks of another model"),
         ("EMPTY", (0,), "there is no file"),
-        ("nothing", (0,), "expected a configuration such as M64P16C8 or M256, but got"),
+        ("nothing", (0,), "expected a configuration such as M64C8T1e-4, M64P16C8 or M256, but got"),
         ("./codebooks@P8", (0,), r"methods: there is no folder \./codebooks\."),
         ("LINFUSION@P2", (0,), "LinFusion layers refine no parents, but got .*@P2'"),
         ("LINFUSION/none", (0,), "methods: there is no folder .*none"),
         ("BROKEN", (0,), "is not a complete safetensors file"),
-        ("pooled@E64", (0,), "methods for images by a UNet are exact, .*, but got 'pooled@E64'"),
+        ("pooled@64", (0,), "methods for images by a UNet are exact, .*, but got 'pooled@64'"),
         ("M4/tuned", (0,), "but got 'M4/tuned'"),
         ("linfusion", (0,), "but got 'linfusion'"),
         (TOME, (1,), r"from level 0 on, leaving none out, but got levels \(1,"),

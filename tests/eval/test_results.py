@@ -132,7 +132,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "none/here cannot be loaded as a diffusers pipeline or a transformers",
         ),
         ("vision features", "eval: there is no runs/vit; --download fetches it."),
-        ("vision features --methods pooled@E64", "methods here are exact, value-projection and"),
+        ("vision features --methods pooled@64", "methods here are exact, value-projection and"),
         ("vision features --methods M8/fastest", "methods here are exact, value-projection and"),
         ("vision features --sizes 14", "eval: --sizes must be at least 64, but got 14."),
         ("vision data detection", "segmentation, classification, but got 'detection'"),

@@ -314,7 +314,7 @@ class TestRefusals:
 
     def test_avq(self, folder, loaded, unet):
         """Catches one that takes the other's processor for the layer's own."""
-        codebooks, config = random_codebooks(unet), AVQConfig.parse("M4P2C2")
+        codebooks, config = random_codebooks(unet), AVQConfig.parse("M4C2T1e-4")
         for refused in (
             lambda: apply_avq(loaded, codebooks),
             lambda: calibrate(tiny_pipe(loaded), ["a hen"], config, num_inference_steps=1),

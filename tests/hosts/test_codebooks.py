@@ -145,7 +145,7 @@ class TestRoundTrip:
                 {"base_model": "tiny", "calibration": {"seed": 3, "layers": {LAYER: 0.5}}},
             ),
             (random_codebooks, replace(CONFIG, num_children=0, num_refined=0), {}),
-            (own_codebooks, replace(MEANS, num_updates=1, exact_keys=8), {"training": {"a": 7}}),
+            (own_codebooks, MEANS.changed(num_updates=1, threshold=0.1), {"training": {"a": 7}}),
         ],
         ids=["tuned", "flat", "own"],
     )  # fmt: skip
@@ -337,7 +337,10 @@ DAMAGES = [
     (config(avq={"num_parents": 4, "parents": 4}), "unknown AVQConfig keys: parents"),
     (config(avq={"num_parents": 10**30}), "num_parents must be at most 2147483647, but got 1"),
     (config(layers=[LARGE]), "json: head_dim of a layer must be at most 2147483647, but got 1"),
-    (config(avq={"num_parents": 50}), r"must have shape \(2, 50, .*but got \(2, 4, "),
+    (
+        config(avq={"num_parents": 50, "num_refined": 2}),
+        r"must have shape \(2, 50, .*but got \(2, 4, ",
+    ),
     (config(calibration=[3]), r"calibration must be a mapping or None, but got \[3\]"),
     (written("config.json", lambda _: b"{"), r"config\.json is not a JSON file"),
     *(

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 import sys
 import threading
@@ -30,19 +31,18 @@ from avq_diffusers import (
     remove_avq,
     select_layers,
     set_num_refined,
+    set_threshold,
     summary,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.config import sizes_of
 from avq_diffusers.hosts.core import state
 from avq_diffusers.hosts.core.installing import all_or_nothing
-from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.models.registry import find_model
 
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
-FINE = "M8P8C4E16"
 OTHER = {"num_parents": 2, "num_children": 2, "num_refined": 1}
-EVERY_KEY = {"num_parents": 4, "num_children": 2, "num_refined": 4, "exact_keys": 1000}
+EVERY_KEY = {"num_parents": 4, "num_children": 2, "threshold": 0}
 OUTSIDE = "outside a call of the model"
 
 
@@ -172,6 +172,23 @@ def test_on_and_off(kind, model):
     assert remove_avq(remove_avq(model)) is model
     assert are_same(contents(model), before)
     assert torch.equal(kind.predict(model), kind.exact)
+
+
+@for_kinds()
+def test_threshold(kind, model):
+    """Catches a threshold lost on its way to the operation, and columns that are not told."""
+    num_parents = COARSE["num_parents"]
+    apply_avq(model, kind.config(**COARSE))
+    found, totals = [], []
+    for threshold in (math.inf, 0.01, 0):
+        found.append(kind.predict(set_threshold(model, threshold)))
+        shown = [row.columns for row in summary(model).rows]
+        totals.append(sum(map(sum, shown)))
+    assert totals == sorted(totals)
+    assert totals[0] == num_parents * len(shown) < totals[-1]
+    assert all(keys > 0 for _, keys in shown)
+    assert differ(found[0], kind.exact)
+    assert close(found[-1], kind.exact)
 
 
 @for_kinds()
@@ -809,7 +826,8 @@ def test_models_that_share_a_layer_or_block(kind, model):
 def test_measurement(kind, model, monkeypatch):
     """Catches tokens that are left out, another scale or order, keys before their norm, the error
     of another output, and an AVQ that is lost."""
-    monkeypatch.setattr(measured_layer, "LADDER", (FINE,))
+    coarsest = {"num_parents": 4, "num_children": 2, "threshold": 1e15}
+    monkeypatch.setattr(exact_runs, "THRESHOLDS", (1.0, 1e5, coarsest["threshold"]))
 
     class Pipe:
         set_progress_bar_config = staticmethod(lambda **_: None)
@@ -819,7 +837,7 @@ def test_measurement(kind, model, monkeypatch):
                 kind.predict(model)
 
     def measure():
-        config, pipe = kind.config(**COARSE), Pipe()
+        config, pipe = kind.config(**coarsest), Pipe()
         if kind.part is None:
             inputs = kind.inputs(model, *kind.sizes[0])
             batches = [inputs.pop("pixel_values")] * 2
@@ -833,10 +851,10 @@ def test_measurement(kind, model, monkeypatch):
     assert are_same(contents(model), before)
     assert [one.layer.name for one in profile.layers] == [x.name for x in layers]
     others = tuple(x.name for x in layers[1:])
-    alone = kind.config(**sizes_of(FINE), exact=others)
+    alone = kind.config(**coarsest, exact=others)
     found = kind.predict(apply_avq(model, alone, route="always"))
     expected = float((found - kind.exact).norm() / kind.exact.norm())
-    assert profile.layers[0].effects[1000][FINE] == pytest.approx(expected, rel=1e-2)
+    assert profile.layers[0].parts[1000].effects[-1] == pytest.approx(expected, rel=1e-2)
     assert expected > 0
 
     avq = kind.predict(apply_avq(model, kind.config(**COARSE)))

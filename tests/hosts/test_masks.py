@@ -105,8 +105,8 @@ def test_what_was_read_of_a_mask(monkeypatch):
 def test_the_operator_of_compiled_code(mask):
     """Catches strides of another layout, AVQ with a mask that it does not serve, a hidden key that
     is seen, and what was read of an earlier mask in the same memory."""
-    sizes = {"num_parents": 2, "num_children": 1, "num_refined": 2, "exact_keys": 8}
-    options = Spec(**sizes, query_tile=16).numbers, "torch"
+    spec = Spec(num_parents=2, num_children=1, threshold=0, query_tile=16)
+    options = spec.numbers, spec.threshold, "torch"
     query, key, value = torch.randn(3, 2, 2, 8, 16).transpose(2, 3)
     memory = mask.clone()
     arguments = query, key, value, memory, torch.arange(5), GRID.start, GRID.stop, None, None

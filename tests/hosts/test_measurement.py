@@ -1,4 +1,4 @@
-"""`measure_error`: effects and times along the ladder; what measuring and calibrating refuse."""
+"""`measure_error`: effects and times by threshold; what measuring and calibrating refuse."""
 
 import json
 import math
@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from threading import Barrier, BrokenBarrierError
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import tomesd
 import torch
@@ -29,33 +29,24 @@ from tiny_transformers import sd3_pipe, sd3_transformer, t5_encoder, wan_transfo
 from tiny_vision import images, tiny_vision
 from tqdm import tqdm
 
-from avq_diffusers import (
-    AVQConfig,
-    apply_avq,
-    calibrate,
-    measure_error,
-    remove_avq,
-    set_num_refined,
-)
+from avq_diffusers import AVQConfig, apply_avq, calibrate, measure_error, remove_avq
 from avq_diffusers.hosts.core import routing
-from avq_diffusers.hosts.core.layers import LayerSpec
-from avq_diffusers.hosts.core.timesteps import sampling_weights, step_weight
-from avq_diffusers.hosts.measuring import kept_profiles, measured_layer, measurement, progress
-from avq_diffusers.hosts.measuring.exact_run import ExactRun
-from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer
+from avq_diffusers.hosts.measuring import exact_runs, kept_profiles, measurement, progress
+from avq_diffusers.hosts.measuring.allocation import THRESHOLDS as USUAL
 from avq_diffusers.hosts.measuring.measurement import output_errors
-from avq_diffusers.hosts.measuring.progress import Progress
+from avq_diffusers.hosts.measuring.profile import Part
+from avq_diffusers.mini import MINI_SD, default_prompts
 
 PROMPT = "a red fox"
-CONFIG = AVQConfig.parse("M8P4C2", query_tile=16)
-COARSE, MIDDLE, FINE = "M4", "M8P4C2", "M8P8C4E16"
+CONFIG = AVQConfig.parse("M8C2T1e-4", query_tile=16)
+THRESHOLDS = (1e-2, 1.0, 100.0)
 SIZE = {"height": 64, "width": 64, "progress": False}
-SPEC = LayerSpec("a", 0, 2, 8)
 
 
 @pytest.fixture(autouse=True)
-def short_ladder(monkeypatch):
-    monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
+def coarse_thresholds(monkeypatch):
+    """Tiny models need all their few keys at the usual ones."""
+    monkeypatch.setattr(exact_runs, "THRESHOLDS", THRESHOLDS)
 
 
 @pytest.fixture
@@ -76,118 +67,99 @@ def measure(pipe, config=CONFIG, **arguments):
     return measure_error(pipe, [PROMPT], config, **SIZE | {"num_inference_steps": 3} | arguments)
 
 
-def noise_of(pipe, source, **run):
+def noise_of(pipe, source, tolerance=None, prompt=PROMPT, **run):
     """The UNet's outputs along the exact run, each from the same inputs with AVQ as well."""
     exact, found = [], []
 
     def repeat(model, args, kwargs, output):
         if len(found) == len(exact):
             exact.append(output[0])
-            if source is not None:
-                apply_avq(pipe, source, route="always")
+            apply_avq(pipe, source, tolerance=tolerance, route="always")
             found.append(model(*args, **kwargs)[0])
             remove_avq(pipe)
 
     with pipe.unet.register_forward_hook(repeat, with_kwargs=True):
-        pipe(PROMPT, **run, generator=torch.Generator().manual_seed(5), output_type="latent")
+        pipe(prompt, **run, generator=torch.Generator().manual_seed(5), output_type="latent")
     return exact, found
-
-
-def timestep_weights(pipe):
-    """Of the calls in three steps."""
-    alphas = pipe.scheduler.alphas_cumprod.double()
-    return [float(sampling_weights(alphas, 3)[x]) for x in (667, 334, 1)]
 
 
 class TestMeasure:
     def test_effects_are_those_of_one_layer_alone(self, pipe):
-        """By hand. Catches the attention's own error in place of the output's, parts mixed up,
-        calls that all count alike, layers or sizes mixed up, and another seed."""
+        """By hand. Catches the attention's own error in place of the output's, parts, layers or
+        thresholds mixed up, and another seed."""
         profile = measure(pipe, parts=3, seed=5)
-        assert profile.shares == {1000: 1 / 3, 341: 1 / 3, 6: 1 / 3}  # calls at 667, 334 and 1
+        assert [*profile.parts] == [1000, 341, 6]  # calls at 667, 334 and 1
+        assert {part.share for part in profile.parts.values()} == {1 / 3}
         run = {"height": 64, "width": 64, "num_inference_steps": 3}
         names = [one.layer.name for one in profile.layers]
-        of_timesteps = timestep_weights(pipe)
-        weights = [a * b for a, b in zip(of_timesteps, profile.weights.values(), strict=True)]
-        for place, sizes in ((0, MIDDLE), (2, FINE)):
-            others = tuple(name for name in names if name != names[place])
-            config = AVQConfig.parse(sizes, query_tile=16, exact=others)
+        for layer, place in ((0, 0), (2, 1), (3, 2)):
+            others = tuple(name for name in names if name != names[layer])
+            config = CONFIG.changed(threshold=THRESHOLDS[place], exact=others)
             exact, found = noise_of(pipe, config, **run)
-            squares = [
-                weight * float((a - b).double().square().sum())
-                for a, b, weight in zip(found, exact, weights, strict=True)
-            ]
-            total = sum(
-                weight * float(x.double().square().sum())
-                for x, weight in zip(exact, weights, strict=True)
-            )
-            effects = profile.layers[place].effects.values()
-            measured = [of_part[sizes] for of_part in effects]
-            expected = [(square / total) ** 0.5 for square in squares]
-            assert measured == pytest.approx(expected, rel=1e-2)
+            expected = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+            parts = profile.layers[layer].parts.values()
+            assert [x.effects[place] for x in parts] == pytest.approx(expected, rel=1e-2)
+            assert min(expected) > 0
 
-    def test_parts_are_weighted_by_what_their_errors_do_to_the_image(self, pipe):
-        """By hand. Catches AVQ in other parts, an image error that is not divided by the output's,
-        and calls that all count alike."""
-        weights = measure(pipe, parts=3, seed=5).weights
-        run = {"height": 64, "width": 64, "num_inference_steps": 3}
-        exact_noise, noise = noise_of(pipe, CONFIG, **run)
-
-        def latents(*parts):
-            apply_avq(pipe, CONFIG, route="always")
-            starts = zip((1000, 341, 6), parts, strict=True)
-            set_num_refined(pipe, {start: x or "exact" for start, x in starts})
-            generator = torch.Generator().manual_seed(5)
-            found = pipe(PROMPT, **run, generator=generator, output_type="latent").images
-            remove_avq(pipe)
-            return found.double()
-
-        exact = latents(None, None, None)
-        places = (4, None, None), (None, 4, None), (None, None, 4)
-        ratios = [
-            float((latents(*parts) - exact).square().sum() / (a - b).double().square().sum())
-            / weight
-            for parts, a, b, weight in zip(
-                places, noise, exact_noise, timestep_weights(pipe), strict=True
-            )
-        ]
-        mean = sum(ratios) / 3
-        assert [*weights] == [1000, 341, 6]
-        assert [*weights.values()] == pytest.approx([x / mean for x in ratios], rel=1e-2)
-        assert max(ratios) > 1.5 * min(ratios)
+    def test_columns_and_their_cost(self, pipe):
+        """Catches columns of other thresholds, and a CPU's time without what all tiles share."""
+        for one in measure(pipe, parts=1, num_inference_steps=1).layers:
+            (found,) = one.parts.values()
+            columns, times = np.array(found.columns), np.array(found.times)
+            assert 8 <= columns[2] <= columns[1] <= columns[0] <= 64
+            assert times / one.exact_time == pytest.approx((columns + 8 + 2) / 64, rel=1e-3)
 
     def test_all_layers_together(self, pipe):
-        """Catches a correction by layers alone, and a mean over examples."""
-        arguments = {**SIZE, "num_inference_steps": 2, "parts": 1}
-        profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
-        plans = [profile.uniform(sizes).choices for sizes in (COARSE, FINE)]
-        coarse, fine = output_errors(pipe, [PROMPT, "a dog"], plans, CONFIG, **arguments)
-        for one, other in ((coarse, fine), (coarse[::-1], coarse)):
-            assert one != other
-        points = {point.measured for point in profile.curve}
-        plan = replace(profile, curve=()).within(0.05).choices
-        (errors,) = output_errors(pipe, [PROMPT, "a dog"], [plan], CONFIG, **arguments)
-        assert max(errors) == 0 or max(errors) in points
+        """Catches a correction by layers alone, by the mean over examples, or of another part."""
+        arguments = {**SIZE, "num_inference_steps": 2}
+        prompts = [PROMPT, "a dog"]
+        profile = measure_error(pipe, prompts, CONFIG, **arguments, parts=2)
+        raw = replace(profile, parts={x: Part(0.5) for x in profile.parts})
+        plan = raw.within(measurement.CHECKED)
+        assert plan.error > 0
+        errors = []
+        for start in plan.errors:
+            exact = replace(raw, parts={x: Part(0.5, 1 if x == start else 1e9) for x in raw.parts})
+            choices = exact.within(measurement.CHECKED).choices
+            (of_part,) = output_errors(pipe, prompts, [choices], CONFIG, **arguments, parts=2)
+            errors.append(max(of_part))
+            assert of_part[0] != of_part[1]
+            expected = max(of_part) / plan.errors[start]
+            assert profile.parts[start].correction == pytest.approx(expected, rel=1e-3)
+        (together,) = output_errors(pipe, prompts, [plan.choices], CONFIG, **arguments, parts=2)
+        assert max(together) == pytest.approx(max(errors))
+
+    def test_a_tolerance_holds_on_another_prompt(self, monkeypatch):
+        """Plainly, in every step, with the embedded model. Catches errors that are weighted, and a
+        bound that holds because all layers are exact."""
+        monkeypatch.setattr(exact_runs, "MOST_REPEATED", 60)
+        monkeypatch.setattr(exact_runs, "THRESHOLDS", USUAL)
+        pipe = quiet(StableDiffusionPipeline.from_pretrained(MINI_SD))
+        config = AVQConfig.parse("M16C4T1e-4", levels=(0,))
+        run = {"height": 64, "width": 64, "guidance_scale": 3.0, "num_inference_steps": 3}
+        prompts = default_prompts()[:4]
+        profile = measure_error(pipe, prompts, config, **run, parts=3, progress=False)
+        exact, found = noise_of(pipe, profile, tolerance=0.01, prompt="a green ring", **run)
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+        assert 0.003 < max(errors) < 0.012
 
     def test_fewer_steps_than_parts(self, pipe):
         """Catches parts without a step."""
-        assert measure(pipe, parts=3, num_inference_steps=2).shares == {1000: 0.5, 6: 0.5}
+        parts = measure(pipe, parts=3, num_inference_steps=2).parts
+        assert {start: part.share for start, part in parts.items()} == {1000: 0.5, 6: 0.5}
 
     def test_parts_of_a_flow(self):
         """Catches parts of a transformer that follow something other than the noise level."""
         pipe, size = sd3_pipe(), {"height": 32, "width": 48, "max_sequence_length": 8}
         arguments = {**size, "num_inference_steps": 3, "parts": 3, "progress": False}
         profile = measure_error(pipe, [PROMPT], CONFIG, **arguments)  # at 1000, 751 and 9
-        assert [*profile.shares] == [*profile.weights] == [1000, 762, 14]
-        assert len({*profile.weights.values()}) == 3
-        plan = profile.taking(profile.uniform(MIDDLE).time)
-        (errors,) = output_errors(
-            pipe, [PROMPT], [plan.choices], CONFIG, weights=profile.weights, **arguments
-        )
+        assert [*profile.parts] == [1000, 762, 14]
+        plan = profile.taking(profile.uniform(1.0).time)
+        (errors,) = output_errors(pipe, [PROMPT], [plan.choices], CONFIG, **arguments)
         assert errors == pytest.approx([plan.error], rel=0.2)
 
     def test_parts_of_a_pipeline_that_returns_arrays(self):
-        """Catches parts that all count alike: DeepFloyd IF has no latents."""
+        """DeepFloyd IF has no latents."""
         pipe = quiet(
             IFPipeline(
                 tiny_tokenizer(),
@@ -200,40 +172,25 @@ class TestMeasure:
         )
         arguments = {"height": 32, "width": 32, "num_inference_steps": 2, "parts": 2}
         profile = measure_error(pipe, [PROMPT], CONFIG, **arguments, progress=False)
-        assert len({*profile.weights.values()}) == 2
+        assert len(profile.parts) == 2
 
     def test_parts_of_img2img(self):
         """Catches parts of the steps that are skipped."""
         pipe, size = sd3_pipe(StableDiffusion3Img2ImgPipeline), {"height": 32, "width": 48}
         image = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
         arguments = {**size, **image, "num_inference_steps": 4, "parts": 2, "progress": False}
-        assert [*measure_error(pipe, [PROMPT], CONFIG, **arguments).shares.values()] == [0.5, 0.5]
-
-    @pytest.mark.parametrize("timesteps", [None, [1000, 667, 333, 1]])
-    def test_weight_of_a_step_of_a_flow(self, timesteps):
-        """It is the square of how far the scheduler moves latents per output, also where noise
-        levels are shifted and timesteps are not."""
-        options = {"shift": 3.0}
-        given = {"num_inference_steps": 4}
-        if timesteps:
-            options = {"use_dynamic_shifting": True}
-            given = {"timesteps": timesteps, "sigmas": [x / 1000 for x in timesteps], "mu": 1.0}
-        scheduler = FlowMatchEulerDiscreteScheduler(**options)
-        scheduler.set_timesteps(**given)
-        for timestep in scheduler.timesteps:
-            moved = scheduler.step(torch.ones(1), timestep, torch.zeros(1)).prev_sample
-            weight = step_weight(scheduler, float(timestep))
-            assert weight == pytest.approx(float(moved) ** 2, rel=1e-4)
+        parts = measure_error(pipe, [PROMPT], CONFIG, **arguments).parts.values()
+        assert [part.share for part in parts] == [0.5, 0.5]
 
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""
-        monkeypatch.setattr(measurement, "MOST_REPEATED", 32)  # of 12 calls, 4 layers, 2 sizes
+        monkeypatch.setattr(exact_runs, "MOST_REPEATED", 36)  # of 12 calls, 4 layers, 3 thresholds
         calls, arguments = [], {**SIZE, "num_inference_steps": 6, "parts": 3}
         with pipe.unet.register_forward_pre_hook(lambda *_: calls.append(1)):
             profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
-        assert len(calls) == 12 + 32 + 12 * (1 + 3) + 12 * (1 + len(measurement.CHECKED))
+        assert len(calls) == 12 + 36 + 12 * 2
         for one in profile.layers:
-            assert len({tuple(effects.values()) for effects in one.effects.values()}) == 3
+            assert len({tuple(part.effects) for part in one.parts.values()}) == 3
 
     def test_a_cache_of_earlier_calls_is_refused(self):
         class Pipe:
@@ -259,15 +216,6 @@ class TestMeasure:
         with pytest.raises(ValueError, match=r"parts must be 1 .* with several models"):
             measure_error(Pipe(), [PROMPT], parts=2)
 
-    def test_sizes_that_meet_all_tokens_are_left_out(self, pipe, monkeypatch):
-        """Catches E256 measured, and chosen, for 64 tokens."""
-        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, "M8E56", "M8E55"))
-        for one in measure(pipe, num_inference_steps=1, parts=1).layers:
-            columns = {COARSE: 4, MIDDLE: 16, "M8E55": 63, "exact": 64}
-            relative = {name: time / one.times["exact"] for name, time in one.times.items()}
-            expected = {name: number / 64 for name, number in columns.items()}
-            assert relative == pytest.approx(expected)
-
     @pytest.mark.parametrize(
         ("make", "examples", "arguments"),
         [
@@ -278,7 +226,7 @@ class TestMeasure:
     )
     def test_a_compiled_model_is_measured_eagerly(self, make, examples, arguments):
         """Catches a layer that does not run, as hooks in compiled code do not."""
-        pipe, config = (make(), AVQConfig.parse("M8P4C2", query_tile=16))
+        pipe, config = make(), CONFIG
         profile = measure_error(pipe, examples, config, progress=False, **arguments)
         getattr(pipe, "unet", pipe).compile(backend=lambda *_: pytest.fail("it was compiled"))
         assert measure_error(pipe, examples, config, progress=False, **arguments) == profile
@@ -292,7 +240,7 @@ class TestMeasure:
         pipe.scheduler = EDMEulerScheduler()
         with pytest.raises(ValueError, match="measure_error with several parts need a sampler"):
             measure(pipe, parts=3)
-        assert set(measure(pipe, parts=1, num_inference_steps=1).shares) == {1000}
+        assert {*measure(pipe, parts=1, num_inference_steps=1).parts} == {1000}
 
 
 @pytest.mark.parametrize(
@@ -301,9 +249,9 @@ class TestMeasure:
         *(
             (unrun_pipe, [PROMPT], {"config": AVQConfig(**{name: value})}, ValueError, message)
             for name, value, message in (
-                ("overrides", {"0": {"num_refined": 1}}, "chooses sizes .*; drop overrides"),
-                ("codewords", "stored", 'a tolerance chooses sizes .*; drop codewords="stored"'),
-                ("key_norm", True, "a tolerance chooses sizes .*; drop key_norm"),
+                ("overrides", {"0": {"num_refined": 1}}, "chooses thresholds .*; drop overrides"),
+                ("num_refined", 8, "a tolerance chooses thresholds .*; drop num_refined"),
+                ("key_norm", True, "a tolerance chooses thresholds .*; drop key_norm"),
             )
         ),
         (
@@ -312,6 +260,13 @@ class TestMeasure:
             {"num_inference_steps": 1001},
             ValueError,
             "at most 1000, but got 1",
+        ),
+        (
+            unrun_pipe,
+            [PROMPT],
+            {"config": AVQConfig(num_refined=8, codewords="stored")},
+            ValueError,
+            'thresholds .*; drop codewords="stored"',
         ),
         (unrun_pipe, [PROMPT], {"parts": 0}, ValueError, "parts must be at least 1, but got 0"),
         (tiny_vision, images(), {"parts": 2}, ValueError, "parts must be 1 .* but got 2"),
@@ -347,8 +302,7 @@ class Bar(tqdm):
 def bars(monkeypatch):
     for module in (progress, routing):
         monkeypatch.setattr(module, "tqdm", Bar)
-    monkeypatch.setattr(measurement, "CHECKED", (0.02,))
-    monkeypatch.setattr(measurement, "MOST_REPEATED", 8)
+    monkeypatch.setattr(exact_runs, "MOST_REPEATED", 12)
     monkeypatch.setattr(Bar, "shown", [])
     return Bar.shown
 
@@ -539,21 +493,3 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
         routing._table.cache_clear()
     (path,) = tmp_path.rglob("routes.json")
     assert [*json.loads(path.read_text()).values()] == [1.0, 2.0]
-
-
-def test_kernels_compile_side_by_side():
-    """Catches sizes that compile one after another, gradients in a thread, a lost error."""
-    both, modes = Barrier(2), []
-    layer = MeasuredLayer(
-        SPEC, None, CONFIG, ExactRun(None, 1, {}, Progress("", [], False), 0), None
-    )
-
-    def call():
-        both.wait(timeout=10)
-        modes.append(torch.is_grad_enabled())
-
-    layer._compile([call, call], torch.device("cpu"))
-    assert modes == [False, False]
-    both.abort()
-    with pytest.raises(BrokenBarrierError):
-        layer._compile([call], torch.device("cpu"))

@@ -51,7 +51,7 @@ class Shared(AttnProcessor2_0):
         return gain * super().__call__(attn, hidden_states, both, *args, **kwargs)
 
 
-EVERY_KEY = {"num_parents": 4, "num_children": 2, "num_refined": 4, "exact_keys": 1000}
+EVERY_KEY = {"num_parents": 4, "num_children": 2, "threshold": 0}
 LEVEL_0 = "up_blocks.3.attentions.1.transformer_blocks.0.attn1"
 LEVEL_1 = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 CUSTOM = (LEVEL_1, LEVEL_0)

@@ -270,7 +270,7 @@ def test_animatediff(codebooks):
     _, avq = check_on_and_off(pipe, codebooks, draw_video)
     assert differ(avq[:, :, 0], avq[:, :, 1])
     run |= {"num_inference_steps": 1, "progress": False}
-    profile = measure_error(pipe, ["a red fox"], AVQConfig.parse("M4P2C2"), **run)
+    profile = measure_error(pipe, ["a red fox"], AVQConfig.parse("M4C2T1e-4", levels=(0,)), **run)
     assert {one.num_tokens for one in profile.layers} == {8 * 12}
 
 
@@ -341,8 +341,10 @@ def test_summary(pipe, codebooks):
     assert (other.level, other.config, other.runs) == (3, "", "exact: level 3 not chosen")
     header, first, *rest = str(report).splitlines()
     assert len(rest) == 9
-    assert header.split() == ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
-    cells = [LAYER, "0", "2x8", "M4P2C2", "AVQ (torch backend)", "256", "AVQ: 2, disabled: 1"]
+    names = ["layer", "level", "heads", "config", "runs", "columns", "tokens", "calls"]
+    assert header.split() == names
+    calls = "AVQ: 2, disabled: 1"
+    cells = [LAYER, "0", "2x8", "M4P2C2", "AVQ (torch backend)", "8", "256", calls]
     assert first.split() == " ".join(cells).split()
     assert first.index("M4P2C2") == header.index("config")
     assert report.cells()[1] == cells

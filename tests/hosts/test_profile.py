@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,26 +24,32 @@ from avq_diffusers import (
     apply_avq,
     measure_error,
     select_layers,
-    set_num_refined,
+    set_threshold,
     summary,
 )
 from avq_diffusers.hosts import verbs
 from avq_diffusers.hosts.core.layers import LayerSpec
-from avq_diffusers.hosts.measuring import kept_profiles, measured_layer, profile
-from avq_diffusers.hosts.measuring.profile import ErrorProfile, LayerEffects, Point
+from avq_diffusers.hosts.measuring import exact_runs, kept_profiles, profile
+from avq_diffusers.hosts.measuring.allocation import OPERATIONS, allocate, power_laws
+from avq_diffusers.hosts.measuring.profile import ErrorProfile, LayerEffects, Measured, Part
 from avq_diffusers.hosts.models.registry import models_of
 
 PROMPT = "a red fox"
-CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
-COARSE, FINE = "M4", "M8P8C4E16"
+CONFIG = AVQConfig.parse("M8C2T1e-4", query_tile=16, levels=(0, 1))
+THRESHOLDS = (1e-2, 1.0, 100.0)
+AVQ = "M8C2T100"
 SPEC = LayerSpec("a", 0, 2, 8)
+NUMBERS = {"effects": [0.1, 0.2], "columns": [20.0, 10.0], "times": [0.5, 0.25]}
 STORED = {
     "layer": SPEC.stored,
     "num_tokens": 64,
-    "times": {"M4": 0.5, "exact": 1.0},
-    "effects": {"500": {"M4": 1 / 3}, "1000": {"M4": 0.1}},
+    "exact_time": 1.0,
+    "parts": {"500": NUMBERS | {"effects": [0.3, 0.4]}, "1000": NUMBERS},
 }
-SHARES = {"500": 0.25, "1000": 0.75}
+PARTS = {
+    "500": {"share": 0.25, "correction": 1.0},
+    "1000": {"share": 0.75, "correction": 1.0},
+}
 
 
 class Kind(NamedTuple):
@@ -51,7 +59,7 @@ class Kind(NamedTuple):
     draw: Callable[[Any], torch.Tensor]
     examples: dict[str, Any]
     run: dict[str, Any]
-    config: AVQConfig = AVQConfig.parse("M4P2C2", query_tile=16)
+    config: AVQConfig = AVQConfig.parse("M4C2T1e-4", query_tile=16)
 
 
 class Wan22:
@@ -71,7 +79,7 @@ QUIET = {"progress": False}
 RUN = {"num_inference_steps": 2, "seed": 3, **QUIET}
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 8}
 PROMPTED = {"prompt": [PROMPT]}
-LEVELS = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1))
+LEVELS = AVQConfig.parse("M4C2T1e-4", query_tile=16, levels=(0, 1))
 
 
 def small_sd3_pipe():
@@ -95,18 +103,23 @@ def for_kinds(**kinds):
     return pytest.mark.parametrize("kind", kinds.values(), ids=[*kinds])
 
 
+@pytest.fixture
+def coarse_thresholds(monkeypatch):
+    """Tiny models need all their few keys at the usual ones."""
+    monkeypatch.setattr(exact_runs, "THRESHOLDS", THRESHOLDS)
+
+
 def profile_of(pipe, choices, config=CONFIG, num_tokens=1):
-    """A profile whose tolerance 0.1 gives every layer these choices, by timestep."""
-    layers = []
-    for layer in select_layers(getattr(pipe, "unet", pipe), config.levels, config.exact):
-        sizes = {x for x in choices.values() if x != "exact"}
-        effects = {
-            start: {x: 1e-3 if x == chosen else 1.0 for x in sizes}
-            for start, chosen in choices.items()
-        }
-        times = dict.fromkeys(sizes, 0.5) | {"exact": 1.0}
-        layers.append(LayerEffects(LayerSpec(**layer.stored), num_tokens, times, effects))
-    return ErrorProfile(config, tuple(layers), dict.fromkeys(choices, 1 / len(choices)))
+    """A profile whose tolerance 0.1 gives every layer these choices, by timestep: exact attention,
+    or the coarsest threshold."""
+    parts = {
+        start: Measured([1e-3 if x == AVQ else 1.0] * 3, [30.0, 20.0, 10.0], [0.9, 0.7, 0.5])
+        for start, x in choices.items()
+    }
+    layers = select_layers(getattr(pipe, "unet", pipe), config.levels, config.exact)
+    found = [LayerEffects(LayerSpec(**x.stored), num_tokens, 1.0, parts) for x in layers]
+    shares = {start: Part(1 / len(choices)) for start in choices}
+    return ErrorProfile(config, tuple(found), shares, THRESHOLDS)
 
 
 def configs(pipe) -> list[str]:
@@ -114,109 +127,147 @@ def configs(pipe) -> list[str]:
     return [row.config for row in summary(pipe).rows if row.config]
 
 
-def profile_with(*layers, shares=None, curve=()):
-    """A profile of layers a, b, ..., each with times and, by part, effects of sizes."""
+def law(effect, time=1.0):
+    """A layer whose effect is this at threshold 1, and whose time is a fifth of exact attention's
+    there."""
+    powers = np.array(THRESHOLDS)
+    times = 0.2 * time * powers**-0.3
+    return Measured(*(x.tolist() for x in (effect * powers**0.5, 64 * times / time, times)))
+
+
+def profile_with(*layers, parts=None):
+    """A profile of layers a, b, ..., each with its part, or parts by timestep."""
     found = [
-        LayerEffects(LayerSpec(name, 0, 2, 8), 64, times, effects)
-        for name, (times, effects) in zip("abc", layers, strict=False)
+        LayerEffects(LayerSpec(name, 0, 2, 8), 64, 1.0, x if isinstance(x, dict) else {1000: x})
+        for name, x in zip("abc", layers, strict=False)
     ]
-    return ErrorProfile(AVQConfig(), tuple(found), shares or {1000: 1.0}, curve)
+    return ErrorProfile(AVQConfig(), tuple(found), parts or {1000: Part(1.0)}, THRESHOLDS)
 
 
-def plan(allocation):
-    return {
-        name: {start: str(choice) for start, choice in choices.items()}
-        for name, choices in allocation.choices.items()
-    }
+def thresholds_in(allocation, start=1000):
+    """By layer; 0 is exact attention."""
+    of_part = {name: choices[start].spec for name, choices in allocation.choices.items()}
+    return {name: 0 if spec is None else spec.threshold for name, spec in of_part.items()}
 
 
-TIMES = {"M4": 1.0, "M8P4C2": 2.0, "exact": 4.0}
-MILD = {"M4": 0.29, "M8P4C2": 0.04}
-SHARP = {"M4": 0.4, "M8P4C2": 0.2}
+class TestAllocate:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_against_all_choices(self, seed):
+        """Catches a multiplier that stops early, choices judged alone, and an error above the
+        limit."""
+        rng = np.random.default_rng(seed)
+        times, squared = np.sort(rng.random((4, 6))), -np.sort(-(rng.random((4, 6)) ** 4))
+        squared[:, -1] = 0
+        rows = np.arange(4)
+        every = [np.array(x) for x in product(range(6), repeat=4)]
+        sums = np.array([(times[rows, x].sum(), squared[rows, x].sum()) for x in every])
+        for limit in (0.0, 0.01, 0.1, 0.5, 1.0, 5.0):
+            found = allocate(times, squared, limit)
+            time, error = times[rows, found].sum(), squared[rows, found].sum()
+            assert error <= limit
+            assert time <= sums[sums[:, 1] <= error + 1e-12, 0].min() + 1e-9
+            # One layer's step at most separates it from the best within the limit.
+            assert time <= sums[sums[:, 1] <= limit, 0].min() + np.ptp(times, axis=1).max()
+
+    def test_power_laws(self):
+        """Catches straight lines between values, ends that stay level, and effects that fall."""
+        wanted = np.array([1e-3, 1e-2, 0.1, 1, 10, 100.0])
+        powers = np.array([0.7, -0.4, -0.2])[:, None]
+        found = power_laws(THRESHOLDS, 5 * np.array(THRESHOLDS) ** powers, wanted)
+        assert found == pytest.approx(5 * wanted**powers)
+        measured = np.array([[0.2, 0.1, 0.4], [64, 64, 8], [0.5, 0.6, 0.5]])
+        found = power_laws(THRESHOLDS, measured, wanted)
+        assert (np.diff(found[0]) >= 0).all()
+        assert (np.diff(found[1:]) <= 0).all()
+        assert found[0, :4] == pytest.approx(0.2)
+        assert found[:, -1] == pytest.approx([0.4, 8, 0.5])
+        assert (power_laws(THRESHOLDS, np.zeros((3, 3)), wanted) < 1e-9).all()
 
 
 class TestWithin:
     def test_time_goes_where_it_removes_most_error(self):
-        """Catches layers judged alone, errors added instead of their squares, and effects of exact
-        attention."""
-        profile = profile_with(*((TIMES, {1000: x}) for x in (MILD, SHARP)))
-        for tolerance, a, b, time in (
-            (0.5, "M4", "M4", 2),  # .29 and .4 are .494 together
-            (0.4, "M4", "M8P4C2", 3),
-            (0.21, "M8P4C2", "M8P4C2", 4),
-            (0.041, "M8P4C2", "exact", 6),
-            (0.001, "exact", "exact", 8),
-        ):
+        """Catches one threshold for all, errors added instead of their squares, and effects of
+        exact attention."""
+        profile = profile_with(law(0.01), law(0.04))
+        for tolerance in (0.02, 0.03):
             found = profile.within(tolerance)
-            assert plan(found) == {"a": {1000: a}, "b": {1000: b}}
-            assert (found.time, found.exact_time, found.speedup) == (time, 8, 8 / time)
-            assert found.error <= tolerance
-        assert profile.within(0.5).error == pytest.approx(0.494, rel=1e-3)
-        assert plan(profile.taking(6.5)) == plan(profile.within(0.041))
-        assert plan(profile.taking(0)) == plan(profile.within(0.5))
-        uniform = profile.uniform("M8P4C2")
-        assert plan(uniform) == {name: {1000: "M8P4C2"} for name in "ab"}
-        assert uniform.error == pytest.approx((0.04**2 + 0.2**2) ** 0.5)
-
-    def test_what_was_removed_too_much_is_given_back(self):
-        """The best step may remove more than needed, and make an earlier one needless."""
-        small = {"M4": 1.0, "exact": 1.5}, {1000: {"M4": 0.1}}
-        large = {"M4": 1.0, "exact": 21.0}, {1000: {"M4": 0.4}}
-        found = profile_with(small, large).within(0.11)
-        assert plan(found) == {"a": {1000: "M4"}, "b": {1000: "exact"}}
+            assert 0.9 * tolerance < found.error <= tolerance
+            effects = [x[1000].effect for x in found.choices.values()]
+            assert found.error == pytest.approx(math.hypot(*effects))
+            # Power laws of equal exponents: the squares are as 1 : 4^(2 x .3 / (1 + .3)).
+            chosen = thresholds_in(found)
+            assert chosen["a"] / chosen["b"] == pytest.approx(16 ** (1 / 1.3), rel=0.15)
+            uniform = profile.uniform(math.sqrt(chosen["a"] * chosen["b"]))
+            assert found.time < uniform.time or found.error < uniform.error
+            assert found.exact_time == 2
+            assert found.speedup == 2 / found.time
+        assert thresholds_in(profile.within(1e-4)) == {"a": 0, "b": 0}
+        assert profile.within(1e-4).time == 2
+        assert profile.taking(profile.within(0.02).time).error == pytest.approx(0.02, rel=0.1)
+        assert thresholds_in(profile.taking(0)) == {"a": 100.0, "b": 100.0}
+        uniform = profile.uniform(1.0)
+        assert thresholds_in(uniform) == {"a": 1, "b": 1}
+        assert uniform.error == pytest.approx((0.01**2 + 0.04**2) ** 0.5)
 
     def test_never_slower(self):
-        times = {"M4": 4.0, "M8P4C2": 5.0, "exact": 4.0}
-        profile = profile_with((times, {1000: {"M4": 0.1, "M8P4C2": 0.0}}))
-        assert plan(profile.within(0.5)) == {"a": {1000: "exact"}}
+        slow = Measured([0.0, 0.0, 0.1], [64.0, 64.0, 64.0], [1.0, 1.0, 1.0])
+        assert thresholds_in(profile_with(slow).within(0.5)) == {"a": 0}
+
+    def test_layers_that_avq_does_not_serve(self):
+        profile = profile_with({}, law(0.001))
+        for found in (profile.within(0.5), profile.uniform(100.0)):
+            assert thresholds_in(found) == {"a": 0, "b": 100.0}
+            assert found.time == pytest.approx(1 + 0.2 * 100.0**-0.3)
+        assert profile.config_within(0.5).exact == ("a",)
 
     def test_parts(self):
-        """Catches time counted in full for a part of the calls, and switches that change
-        nothing."""
-        parts = {1000: SHARP, 600: MILD, 300: MILD}
-        shares = {1000: 0.5, 600: 0.25, 300: 0.25}
-        profile = profile_with((TIMES, parts), shares=shares)
-        found = profile.within(0.43)
-        assert plan(found) == {"a": {1000: "M4", 600: "M8P4C2"}}
-        assert found.time == 0.5 * 1 + 0.5 * 2
-        assert found.choices["a"][600].effect == pytest.approx(0.04 * 2**0.5)
-        assert plan(profile.within(0.01)) == {"a": {1000: "exact"}}
+        """Catches time counted in full for a part of the calls, a part above the tolerance, and
+        columns of another part."""
+        parts = {1000: law(0.04), 600: law(0.01)}
+        shares = {1000: Part(0.25), 600: Part(0.75)}
+        found = profile_with(parts, parts=shares).within(0.02)
+        early, late = (thresholds_in(found, start)["a"] for start in parts)
+        assert early == pytest.approx(0.25, rel=0.13)
+        assert late == pytest.approx(4, rel=0.13)
+        times = [0.2 * x**-0.3 for x in (early, late)]
+        assert found.time == pytest.approx(0.25 * times[0] + 0.75 * times[1])
+        assert all(0.017 < error <= 0.02 for error in found.errors.values())
+        for start, time in zip(parts, times, strict=True):
+            assert found.choices["a"][start].columns == pytest.approx(64 * time)
+        assert found.effect("a") == found.error
 
-    def test_the_same_sizes_in_the_whole_denoising(self):
-        """Catches effects of the first part only, and of parts added up."""
-        early = {"M4": 0.03, "M8P4C2": 0.0}
-        parts = {1000: early, 500: {"M4": 0.04, "M8P4C2": 0.0}}
-        never = {1000: {"M4": 1.0, "M8P4C2": 1.0}, 500: {"M4": 1.0, "M8P4C2": 1.0}}
-        halves = {1000: 0.5, 500: 0.5}
-        profile = profile_with((TIMES, parts), (TIMES, never), shares=halves)
-        for tolerance, sizes in ((0.051, "M4"), (0.049, "M8P4C2")):
-            config = profile.config_within(tolerance)
-            assert str(config.for_layer("a", 0)) == sizes
-            assert config.exact == ("b",)
+    def test_the_same_thresholds_in_the_whole_denoising(self):
+        """Catches thresholds of the first part only."""
+        parts, never = {1000: law(0.01), 500: law(0.04)}, dict.fromkeys((1000, 500), law(10.0))
+        profile = profile_with(parts, never, parts={1000: Part(0.5), 500: Part(0.5)})
+        config = profile.config_within(0.02)
+        assert config.for_layer("a", 0).threshold == thresholds_in(profile.within(0.02), 500)["a"]
+        assert config.exact == ("b",)
+        parts = {500: Part(0.5), 1000: Part(0.5)}
         with pytest.raises(ValueError, match="all layers must be exact"):
-            profile_with((TIMES, never), shares=halves).config_within(0.1)
+            profile_with(never, parts=parts).config_within(0.1)
 
     def test_measured_errors_correct_predicted_ones(self):
-        """Catches a correction upside down, and one that ends with the curve."""
-        effects = {1000: {"M4": 0.04, "M8P4C2": 0.01}}
-        curve = Point(0.02, 0.04), Point(0.01, 0.02)
-        profile = profile_with((TIMES, effects), curve=curve)
-        assert plan(profile.within(0.0799)) == {"a": {1000: "M8P4C2"}}
-        assert profile.within(0.0801).error == pytest.approx(0.08)
-        rising = profile_with((TIMES, effects), curve=(Point(0.01, 0.01), Point(0.04, 0.16)))
-        assert rising.within(0.1).error == pytest.approx(0.01)
-        assert rising.uniform("M4").error == pytest.approx(0.16)
+        """Catches a correction upside down."""
+        plain, corrected = (
+            profile_with(law(0.01), parts={1000: Part(1.0, correction)}) for correction in (1, 2)
+        )
+        found = corrected.within(0.02)
+        assert thresholds_in(found) == thresholds_in(plain.within(0.01))
+        assert found.error == pytest.approx(2 * plain.within(0.01).error)
 
     def test_table(self):
-        effects = {1000: {"M4": 0.008, "M8P4C2": 0.001}, 500: {"M4": 0.016, "M8P4C2": 0.0}}
-        table = str(profile_with((TIMES, effects), shares={1000: 0.5, 500: 0.5}))
-        assert [line.split()[-1] for line in table.splitlines()] == ["0.05", "0.018", "4", "M4"]
-        assert "M4, M8P4C2" in table.splitlines()[-1]
+        """It says how many columns each layer gets in each part."""
+        parts = {1000: law(0.005), 500: law(10.0)}
+        profile = profile_with(parts, parts={1000: Part(0.5), 500: Part(0.5)})
+        *_, row = str(profile).splitlines()
+        columns = [profile.within(x).choices["a"][1000].columns for x in (0.01, 0.02, 0.05)]
+        assert re.split("  +", row)[1:] == [f"{x:.0f}, exact" for x in columns]
 
     def test_no_text_speaks_of_operations(self):
         """Catches a gain in operations, which reads as one in time, on a CPU."""
-        timed = profile_with((TIMES, {1000: MILD}))
-        counted = replace(timed, unit=profile.OPERATIONS)
+        timed = profile_with(law(0.01))
+        counted = replace(timed, unit=OPERATIONS)
         for of_timed, of_counted in (
             (str(timed), str(counted)),
             (str(timed.within(0.02)), str(counted.within(0.02))),
@@ -226,8 +277,9 @@ class TestWithin:
 
     def test_plot(self, tmp_path):
         """Catches a curve that fails where some plan has no error."""
-        profile = profile_with((TIMES, {1000: MILD}), (TIMES, {1000: SHARP}))
+        profile = profile_with(law(0.0), {})
         profile.plot(tmp_path / "curve.png")
+        profile_with(law(0.01), law(0.04)).plot(tmp_path / "curve.png")
         with Image.open(tmp_path / "curve.png") as image:
             assert np.ptp(image) == 255
         assert [x.name for x in tmp_path.iterdir()] == ["curve.png"]
@@ -236,14 +288,14 @@ class TestWithin:
 class TestApply:
     def test_parts(self, pipe):
         """Catches parts that switch elsewhere, and a schedule without timesteps to follow."""
-        parts = {1000: "exact", 400: FINE}  # steps at 501 and 1
-        once = [profile_of(pipe, {1000: x}) for x in ("exact", FINE)]
+        parts = {1000: "exact", 400: AVQ}  # steps at 501 and 1
+        once = [profile_of(pipe, {1000: x}) for x in ("exact", AVQ)]
         exact, fine = (draw(apply_avq(pipe, found, tolerance=0.1)) for found in once)
         latents = draw(apply_avq(pipe, profile_of(pipe, parts), tolerance=0.1))
         assert not any(torch.equal(latents, other) for other in (exact, fine))
         row = next(row for row in summary(pipe).rows if row.name == LAYER)
         assert row.calls == {"scheduled": 1, "AVQ": 1}
-        assert (row.config, row.effect) == (f"exact, {FINE}", 1e-3)
+        assert (row.config, row.effect) == (f"exact, {AVQ}", pytest.approx(1e-3))
         model = apply_avq(tiny_vision(), VISION.config)
         avq = features(model)
         with pytest.raises(ValueError, match="this vision model has no schedules by timestep"):
@@ -251,11 +303,11 @@ class TestApply:
         assert torch.equal(features(model), avq)
 
     @for_kinds(unet=UNET, sd3=SD3, wan22=WAN22, vision=VISION)
-    def test_one_line(self, kind, monkeypatch, tmp_path):
-        """Catches arguments that do not reach the measurement, sizes that do not reach the layers,
-        another choice next time, an error shown for sizes that nobody measured, and layers of a
-        second transformer that take the names of the first's."""
-        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
+    @pytest.mark.usefixtures("coarse_thresholds")
+    def test_one_line(self, kind, tmp_path):
+        """Catches arguments that do not reach the measurement, thresholds that do not reach the
+        layers, another choice next time, an error shown for thresholds that nobody measured, and
+        layers of a second transformer that take the names of the first's."""
         pipe, other = kind.make(), kind.make()
         exact, (examples,) = kind.draw(pipe), kind.examples.values()
         found = measure_error(pipe, examples, kind.config, **kind.run)
@@ -264,32 +316,31 @@ class TestApply:
         assert loaded == found
         names = [one.layer.name for one in found.layers]
         assert names == [row.name for row in summary(pipe).rows if row.level in kind.config.levels]
-        rungs = found.uniform(COARSE), found.uniform(FINE)
-        tolerance = (rungs[0].error * rungs[1].error) ** 0.5
+        tolerance = max(found.uniform(THRESHOLDS[-1]).error, 1e-3) / 3
         chosen = found.within(tolerance)
         assert apply_avq(pipe, loaded, tolerance=tolerance) is pipe
         rows = [row for row in summary(pipe).rows if row.config]
-        assert len({row.config for row in rows}) > 1
+        assert kind is VISION or len({row.config for row in rows}) > 1
         for row in rows:
             choices = chosen.choices[row.name].values()
-            assert row.config == ", ".join(map(str, choices))
-            assert row.effect == pytest.approx(math.hypot(*(choice.effect for choice in choices)))
+            assert row.config == ", ".join(dict.fromkeys(map(str, choices)))
+            assert row.effect == max(choice.effect for choice in choices)
         assert str(summary(pipe)).endswith(str(chosen))
         avq = kind.draw(pipe)
         apply_avq(other, kind.config, tolerance=tolerance, **kind.examples, **kind.run)
         assert torch.equal(kind.draw(other), avq)
         assert summary(other) == summary(pipe)
-        set_num_refined(pipe, 0)
+        set_threshold(pipe, 0.1)
         assert "effect" not in str(summary(pipe))
         assert "of exact" not in str(summary(pipe))
         apply_avq(pipe, found, tolerance=1e-9)
         assert {*configs(pipe)} == {"exact"}
         assert torch.equal(kind.draw(pipe), exact)
 
+    @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_model_is_measured_once(self, monkeypatch, tmp_path):
         """Catches a second measurement, the profile of another model, size, prompt or noise
         schedule, and a measurement that is lost because it cannot be kept."""
-        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
         run = UNET.run | {"num_inference_steps": 1, "height": 64, "width": 64}
 
         def apply(pipe, forbidden=False, **arguments):
@@ -318,14 +369,14 @@ class TestApply:
     def test_fewer_tokens_than_were_measured_run_exact(self, pipe):
         """Catches AVQ where its cost is unknown, and a forced route that is not."""
         exact = draw(pipe)
-        avq = draw(apply_avq(pipe, profile_of(pipe, {1000: FINE}), tolerance=0.1))
+        avq = draw(apply_avq(pipe, profile_of(pipe, {1000: AVQ}), tolerance=0.1))
         tokens = {row.num_tokens for row in summary(pipe).rows if row.config}
-        found = profile_of(pipe, {1000: FINE}, num_tokens=max(tokens) + 1)
+        found = profile_of(pipe, {1000: AVQ}, num_tokens=max(tokens) + 1)
         assert torch.equal(draw(apply_avq(pipe, found, tolerance=0.1)), exact)
         assert {row.runs for row in summary(pipe).rows if row.config} == {"exact: few tokens"}
         assert torch.equal(draw(apply_avq(pipe, found, tolerance=0.1, route="always")), avq)
         apply_avq(pipe, found, tolerance=0.1)
-        assert not torch.equal(draw(set_num_refined(pipe, 4)), exact)
+        assert not torch.equal(draw(set_threshold(pipe, 100.0)), exact)
 
     @pytest.mark.parametrize(
         ("make", "arguments", "error", "message"),
@@ -368,11 +419,11 @@ class TestApply:
         pipe = apply_avq(make(), SD3.config)
         with pytest.raises(error, match=message):
             apply_avq(pipe, **arguments)
-        assert {*configs(pipe)} == {"M4P2C2"}
+        assert {*configs(pipe)} == {"M4C2T1e-4"}
 
     def test_sources(self, pipe):
         """Catches a profile that is applied to what it does not describe."""
-        found = profile_of(pipe, {1000: FINE})
+        found = profile_of(pipe, {1000: AVQ})
         with pytest.raises(TypeError, match=r"tolerance must be a number .* got None"):
             apply_avq(pipe, found)
         with pytest.raises(TypeError, match="an ErrorProfile is already measured; drop prompt"):
@@ -384,7 +435,7 @@ class TestApply:
             apply_avq(tiny_pipe(tiny_unet(attention_head_dim=4)), found, tolerance=0.1)
         larger = tiny_pipe(tiny_unet(layers_per_block=2))
         with pytest.raises(ValueError, match=r"error profile of another model: .* is unexpected"):
-            apply_avq(pipe, profile_of(larger, {1000: FINE}), tolerance=0.1)
+            apply_avq(pipe, profile_of(larger, {1000: AVQ}), tolerance=0.1)
 
 
 def key_of(pipe, **arguments):
@@ -445,15 +496,15 @@ class TestKey:
         kept = kept_profiles.KeptProfile(PIPE(), models_of(PIPE()), None, {})
         kept.folder.mkdir(parents=True)
         with FileLock(kept.folder / "profiles.lock"):
-            kept.save(profile_of(PIPE(), {1000: FINE}), [PROMPT])
+            kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
         assert kept.load([PROMPT]) is None
-        kept.save(profile_of(PIPE(), {1000: FINE}), [PROMPT])
+        kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
         assert kept.load([PROMPT]) is not None
 
+    @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):
         """One without a layer, or with effects that no longer hold, is measured again."""
         monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
-        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
         pipe, run = two_level_pipe(), UNET.run | {"height": 64, "width": 64}
         arguments = {"tolerance": 1e-4, "prompt": PROMPT} | run
         first = summary(apply_avq(pipe, LEVELS, **arguments))
@@ -461,20 +512,20 @@ class TestKey:
         good = kept.load()
         kept.save(replace(good, layers=good.layers[1:]), [PROMPT])
         assert summary(apply_avq(pipe, LEVELS, **arguments)) == first
-        kept.save(profile_of(pipe, {1000: COARSE}, LEVELS), [PROMPT])
+        kept.save(profile_of(pipe, {1000: AVQ}, LEVELS), [PROMPT])
         with pytest.warns(match="the kept measurement no longer holds"):
-            apply_avq(pipe, LEVELS, **arguments | {"tolerance": 2e-3})
+            apply_avq(pipe, LEVELS, **arguments | {"tolerance": 5e-3})
 
 
 class TestFile:
     def test_round_trip(self, pipe, tmp_path, monkeypatch):
         """A failed save leaves what was there."""
-        path, found = tmp_path / "profile.json", profile_of(pipe, {1000: FINE, 400: "exact"})
+        path, found = tmp_path / "profile.json", profile_of(pipe, {1000: AVQ, 400: "exact"})
         found.save(path)
         assert ErrorProfile.load(str(path)) == found
         monkeypatch.setattr(profile.json, "dumps", lambda *args, **options: 3)
         with pytest.raises(TypeError):
-            profile_of(pipe, {1000: COARSE}).save(path)
+            profile_of(pipe, {1000: "exact"}).save(path)
         assert [*tmp_path.iterdir()] == [path]
         assert ErrorProfile.load(path) == found
 
@@ -486,34 +537,42 @@ class TestFile:
             {"layers": [STORED, STORED]},
             {"config": {"num_parent": 3}},
             {"unit": "s"},
-            {"shares": {"1000": 1.0}},
-            {"shares": SHARES | {"1000": 0}},
-            {"weights": {"1000": 1.0}},
-            {"weights": {"500": -1.0, "1000": 3.0}},
-            {"curve": [{"predicted": 0.1, "measured": math.nan}]},
-            {"curve": [{"predicted": 0.1}]},
+            {"parts": {"1000": PARTS["1000"]}},
+            {"parts": PARTS | {"1000": {"share": 0}}},
+            {"parts": PARTS | {"1000": {"share": 0.5, "correction": math.nan}}},
+            {"parts": PARTS | {"1000": 3}},
+            {"thresholds": [1e-4]},
+            {"thresholds": [4e-4, 1e-4]},
+            {"thresholds": [1e-4, 4e-4, 1e-3]},
+            {"thresholds": ["a", "b"]},
             {"layers": [STORED | {"layer": {"name": "a"}}]},
             {"layers": [STORED | {"layer": SPEC.stored | {"name": 3}}]},
             {"layers": [STORED | {"num_tokens": 0}]},
             {"layers": [STORED | {"num_tokens": "many"}]},
-            {"layers": [STORED | {"times": {"M4": 0.5}}]},
-            {"layers": [STORED | {"times": {"M5": 0.5, "exact": 1.0}}]},
-            {"layers": [STORED | {"times": {"M4": "cheap", "exact": 1.0}}]},
-            {"layers": [STORED | {"effects": {}}]},
-            {"layers": [STORED | {"effects": {"500": {"M4": 0.1}}}]},
+            {"layers": [STORED | {"exact_time": "cheap"}]},
+            {"layers": [STORED | {"exact_time": -1.0}]},
+            {"layers": [STORED | {"parts": {"500": NUMBERS}}]},
             *(
-                {"layers": [STORED | {"effects": STORED["effects"] | {"1000": x}}]}
-                for x in ({"M4": math.nan}, {"M4": -0.1}, {"M4": 1e308}, [0.1], {"exact": 0.0})
+                {"layers": [STORED | {"parts": STORED["parts"] | {"1000": NUMBERS | x}}]}
+                for x in (
+                    *({"effects": [0.1, y]} for y in (math.nan, -0.1, 1e308, "small")),
+                    {"effects": [0.1]},
+                    {"effects": 3},
+                    {"sizes": []},
+                )
             ),
         ],
     )
     def test_other_files(self, tmp_path, change):
         """The good file has its parts in another order than `save`."""
         path = tmp_path / "other.json"
-        good = {"config": {}, "layers": [STORED], "shares": SHARES, "curve": [], "unit": "ms"}
-        good["weights"] = {"500": 0.5, "1000": 1.5}
+        good = {"config": {}, "unit": "ms", "thresholds": [1e-4, 4e-4]}
+        good |= {"layers": [STORED], "parts": PARTS}
         path.write_text(json.dumps(good))
-        assert plan(ErrorProfile.load(path).within(0.2)) == {"a": {1000: "M4", 500: "exact"}}
+        found = ErrorProfile.load(path).within(0.2)
+        assert [*found.choices["a"]] == [1000, 500]
+        assert thresholds_in(found) == {"a": 4e-4}
+        assert found.errors[500] <= 0.2
         for content in (json.dumps(good | change), "", "{", "[]", "{}", "[" * 100_000):
             path.write_text(content)
             with pytest.raises(ValueError, match=r"other\.json is not a saved ErrorProfile: "):

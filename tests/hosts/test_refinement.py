@@ -1,4 +1,4 @@
-"""`set_num_refined`: numbers of parents, or exact attention, by layer and by timestep."""
+"""`set_threshold` and `set_num_refined`: by layer and by timestep, with exact attention."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,10 +6,18 @@ import pytest
 import torch
 from checks import differ
 from diffusers import DDIMScheduler, EulerDiscreteScheduler
-from tiny import LAYER, draw, random_codebooks, traced_unet
+from tiny import LAYER, draw, predict, random_codebooks, traced_unet
 from torch._dynamo.testing import CompileCounter
 
-from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers, set_num_refined, summary
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    remove_avq,
+    select_layers,
+    set_num_refined,
+    set_threshold,
+    summary,
+)
 
 SCHEDULE = {1000: 1, 501: 4}
 NO_NAMES = ("up_blocks.3.attentions.1.trans", "up_blocks.3.att", "up", "")
@@ -55,7 +63,7 @@ def test_plan(avq_unet, codebooks):
     for name in codebooks.layer_specs:
         expected[name] = "M4P1C2" if name.startswith("up_blocks") else "M4P2C2"
         if name.startswith("down_blocks.1"):
-            expected[name] = "M4P4-3C2"
+            expected[name] = "M4P4C2, M4P3C2"
     expected[LAST] = "M4P0C2"
     assert refined(avq_unet) == expected
     set_num_refined(avq_unet, {"up_blocks": 4, "down_blocks": 4}, level=0)
@@ -67,8 +75,47 @@ def test_plan(avq_unet, codebooks):
     assert refined(avq_unet) == expected
 
 
+def test_one_takes_the_place_of_the_other(unet):
+    """Catches sizes that are lost, a threshold that changes nothing, and both at once."""
+    exact = predict(unet)
+    config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1))
+    refined_two = predict(apply_avq(unet, config))
+    assert set_threshold(unet, 1e-3, level=0) is unet
+    assert by_level(unet) == {0: "M4C2T0.001", 1: "M4P2C2"}
+    fine = predict(set_threshold(unet, {"up_blocks": {1000: 1e-3, 5: 2}, "down_blocks": 1e-3}))
+    assert refined(unet)[LAST] == "M4C2T0.001, M4C2T2"
+    assert differ(fine, refined_two)
+    assert torch.equal(predict(set_threshold(unet, {1000: 1e-3, 9: "exact"})), fine)
+    torch.testing.assert_close(predict(set_threshold(unet, 0)), exact)
+    assert torch.equal(predict(set_threshold(unet, "exact")), exact)
+    assert torch.equal(predict(set_num_refined(unet, 2)), refined_two)
+
+
 class TestErrors:
     """They change nothing."""
+
+    @pytest.mark.parametrize(
+        ("threshold", "error", "message"),
+        [
+            (-1, ValueError, "threshold must be at least 0, but got -1"),
+            ({1000: True}, TypeError, "threshold must be a number or 'exact', but got bool"),
+            (
+                {"up_blocks": "fine"},
+                TypeError,
+                "threshold must be a number or 'exact', but got str",
+            ),
+            ({400: 0.1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 0.1\}"),
+        ],
+    )
+    def test_thresholds(self, avq_unet, threshold, error, message):
+        stored = str(summary(avq_unet))
+        with pytest.raises(ValueError, match='stored" needs num_refined in place of a threshold'):
+            set_threshold(avq_unet, 0.1)
+        assert str(summary(avq_unet)) == stored
+        own = str(summary(apply_avq(avq_unet, AVQConfig.parse("M4C2T0.1"))))
+        with pytest.raises(error, match=message):
+            set_threshold(avq_unet, threshold)
+        assert str(summary(avq_unet)) == own
 
     @pytest.mark.parametrize(
         ("num_refined", "error", "message"),
@@ -151,13 +198,13 @@ class TestSchedule:
         apply_avq(pipe, codebooks)
         set_num_refined(pipe, SCHEDULE, level=0)
         set_num_refined(pipe, {1000: 2, 700: 3, 300: 3, 200: 0}, level=1)
-        assert by_level(pipe) == {0: "M4P1-4C2", 1: "M4P2-3-0C2"}
+        assert by_level(pipe) == {0: "M4P1C2, M4P4C2", 1: "M4P2C2, M4P3C2, M4P0C2"}
         seen = timesteps_of(pipe.unet)
         draw(pipe)  # timesteps 501 and 1
         assert {count for timestep, count in seen if timestep == 501} == {4, 3}
         assert {count for timestep, count in seen if timestep == 1} == {4, 0}
         set_num_refined(pipe, 2, level=0)
-        assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2-3-0C2"}
+        assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2C2, M4P3C2, M4P0C2"}
         set_num_refined(pipe, {1000: 2, 500: 2}, level=1)
         assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2C2"}
         assert "_avq" not in vars(pipe.unet)

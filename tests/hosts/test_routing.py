@@ -1,6 +1,7 @@
 """Routing to the faster attention: by a table of break-even token counts, measured once."""
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -23,11 +24,12 @@ from avq_diffusers import (
     avq_attention,
     avq_disabled,
     select_layers,
+    set_threshold,
     summary,
 )
 from avq_diffusers.attention import limits
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.core import routing
+from avq_diffusers.hosts.core import columns, routing
 from avq_diffusers.hosts.core import state as states
 from avq_diffusers.hosts.core.routing import (
     NEVER,
@@ -245,7 +247,8 @@ class TestCPU:
 @pytest.mark.parametrize(("num_tokens", "is_faster"), [(8192, True), (64, False)])
 def test_real_times_of_a_cpu(num_tokens, is_faster):
     """Columns per query: 212 of AVQ, against 8192 and 64."""
-    layer = Trial(partial(avq_attention, exact_keys=20), (2, num_tokens, 1, 40), num_tokens)
+    attend = partial(avq_attention, num_refined=16)
+    layer = Trial(attend, (2, num_tokens, 1, 40), num_tokens, num_keys=20)
     found = measure(["eager"], torch.float32, torch.device("cpu"), layer)
     assert found == {"eager": is_faster}
 
@@ -352,7 +355,7 @@ def test_a_measurement_is_short_and_says_so(monkeypatch, capfd, milliseconds):
 def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
     """Catches a layout, order or option of its own, for which kernels would compile again."""
     model, looks = make(), []
-    config = AVQConfig.parse("M4P2C2E20", query_tile=16, num_updates=1)
+    config = AVQConfig.parse("M4P2C2", query_tile=16, num_updates=1)
 
     def look(tensors, spec, backend):
         facts = [
@@ -364,7 +367,7 @@ def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
 
     def learn(route, workload, device, trial):
         avq, exact, share = routing._both_attentions(workload.dtype, device, trial)
-        assert avq().shape == exact().shape
+        assert avq().output.shape == exact().shape
         assert share == 1
 
     original = states.attend
@@ -398,6 +401,134 @@ def test_what_needs_no_measurement(monkeypatch):
     assert not any(trials)
 
 
+class TestThreshold:
+    """The time of a call with a threshold depends on the columns that the layer needs."""
+
+    CONFIG = AVQConfig(query_tile=16, num_parents=4, num_children=2, levels=(0,))
+
+    @pytest.fixture
+    def trials(self, monkeypatch, cache_file):
+        """Workloads and trials of 256 tokens that were measured: AVQ is faster up to 80 columns."""
+        trials = []
+
+        def measure(names, dtype, device, trial):
+            spec = trial.attend.args[0].spec
+            columns = spec.columns + trial.num_keys
+            trials.append((str(spec), trial.num_keys))
+            return dict.fromkeys(names, columns <= 80)
+
+        monkeypatch.setattr(routing, "MEASURED", ("cuda", "cpu"))
+        monkeypatch.setattr(routing, "measure", measure)
+        return trials
+
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        """How many calls came before each reading."""
+        reads, read = [], columns.Needed.read
+
+        def noted(needed, shown):
+            before = needed.num_read
+            read(needed, shown)
+            if needed.num_read != before:
+                reads.append(needed.num_read)
+
+        monkeypatch.setattr(columns.Needed, "read", noted)
+        return reads
+
+    def test_columns_decide(self, unet, trials):
+        """Catches a layer that needs all keys and runs AVQ, one that needs few and does not, and
+        one that is not asked again."""
+        exact = predict(unet)
+        apply_avq(unet, self.CONFIG.changed(threshold=0))
+        first, second = predict(unet), predict(unet)
+        assert not torch.equal(first, exact)
+        assert torch.equal(second, exact)
+        assert runs(unet) == {"exact: faster"}
+        assert not trials  # as many columns as keys
+        predict(set_threshold(unet, math.inf))
+        assert not trials  # the first call tells
+        predict(unet)
+        assert {*trials} == {("M4P0C2", 0)}
+        assert calls(unet) == [{"AVQ": 2}] * 3
+        set_threshold(unet, {1000: math.inf, 5: 0})
+        for _ in range(3):
+            predict(unet)
+        assert runs(unet) == {"AVQ (torch backend)"}
+
+    def test_another_number_of_tokens_is_asked_again(self, unet, trials):
+        predict(apply_avq(unet, self.CONFIG.changed(threshold=0)))
+        predict(unet)
+        predict(unet, height=8)
+        predict(unet, height=8)
+        assert calls(unet) == [{"AVQ": 2, "faster": 2}] * 3
+
+    def test_readings_are_few(self, unet, trials, reads):
+        """Catches a wait for the GPU in each call, and columns of the first call for ever."""
+        apply_avq(unet, self.CONFIG.changed(threshold=math.inf))
+        layers = select_layers(unet, (0,))
+        for _ in range(20):
+            predict(unet)
+        assert reads == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
+        for layer in layers:
+            layer.avq_state.needed.num_calls = 31
+            layer.avq_state.shown.fill_(100)
+        predict(unet)
+        assert len(reads) == 15
+        for layer in layers:
+            layer.avq_state.shown.fill_(100)
+        assert calls(unet) == [{"AVQ": 21}] * 3
+        predict(unet)
+        assert calls(unet) == [{"AVQ": 21, "faster": 1}] * 3
+
+    def test_always_never_looks(self, unet, trials, reads):
+        for route in ("always", 16):
+            apply_avq(unet, self.CONFIG.changed(threshold=math.inf), route=route)
+            for _ in range(3):
+                predict(unet)
+        assert not trials
+        assert not reads
+
+    def test_what_records_waits_for_nothing(self, unet, trials, reads, monkeypatch):
+        """Catches a wait in a CUDA graph, which fails, and columns of what it computes later."""
+        apply_avq(unet, self.CONFIG.changed(threshold=math.inf))
+        for module in (states, routing):
+            monkeypatch.setattr(module, "is_recorded", lambda device: True)
+        for _ in range(3):
+            predict(unet)
+        assert not trials
+        assert not reads
+        assert {row.columns for row in summary(unet).rows} == {None}
+        assert calls(unet) == [{"AVQ": 3}] * 3
+
+    def test_compiled_code_counts_as_usual(self, trials, reads):
+        """Catches a graph break, and AVQ where the usual columns take longer."""
+        unet = small_unet()
+        exact = predict(unet, batch=2)
+        set_break_even(apply_avq(unet, self.CONFIG.changed(threshold=math.inf)), eager=1)
+        compiled = torch.compile(unet, backend="eager", fullgraph=True)
+        torch.testing.assert_close(predict(compiled, batch=2), exact)
+        assert differ(predict(unet, batch=2), exact)
+        assert not trials
+        assert not reads
+        torch._dynamo.reset()
+
+    def test_the_columns_that_stand_for_others(self):
+        """Catches fewer columns than a layer needs, many more, and one measurement for each."""
+        own, flat = Spec(), Spec(num_children=0)
+        for spec in (own, flat):
+            kinds = set()
+            for needed in range(64, 2000):
+                timed, num_keys = columns.with_columns(spec, needed)
+                assert needed <= timed.columns + num_keys <= 1.5 * needed + 8
+                assert timed.query_tile == spec.query_tile
+                kinds.add((timed, num_keys))
+            assert len(kinds) < 36
+        timed = [columns.with_columns(own, needed) for needed in (40, 192, 576, 700)]
+        assert [(str(spec), num_keys) for spec, num_keys in timed] == [
+            *(("M64P0C8", 0), ("M64P16C8", 0), ("M64P64C8", 0), ("M64P64C8", 128))
+        ]
+
+
 def test_some_heads_stand_for_all(monkeypatch):
     """Catches seconds of exact attention of one large call."""
     monkeypatch.setitem(routing._MOST_LOGITS, "cpu", 4 * 48**2)
@@ -405,6 +536,16 @@ def test_some_heads_stand_for_all(monkeypatch):
     _, exact, share = routing._both_attentions(torch.float32, torch.device("cpu"), large)
     assert exact().shape == (1, 4, 48, 16)
     assert share == 1 / 4
+
+
+def test_keys_that_stand_for_exact_ones():
+    """Catches a time without them, and one of exact attention with more keys than there are."""
+    for num_others, num_keys in ((0, 9), (8, 9), (8, 0), (0, 0)):
+        both = Trial(lambda *args, **named: named, (2, 40 + num_others, 8, 16), 40, num_keys)
+        avq, exact, _ = routing._both_attentions(torch.float32, torch.device("cpu"), both)
+        sinks = avq()["sink_key"]
+        assert (0 if sinks is None else sinks.shape[2]) == num_others + num_keys
+        assert exact.args[1].shape[2] == 40 + num_others
 
 
 def test_the_workload_of_a_call(unet):
@@ -421,6 +562,9 @@ def test_the_workload_of_a_call(unet):
     with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
         half = state.workload(3, *given, spec)
     assert half == replace(workload, dtype=torch.bfloat16)
+    coarse = state.workload(4, *given, spec.changed(threshold=0.1))  # counts as usual
+    assert coarse == replace(workload, spec=spec.changed(num_refined=4), num_keys=192)
+    assert "M4P4C2, tiles of 16, 1 updates, 192 keys" in coarse.key(given[1])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
@@ -438,7 +582,7 @@ def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
 
 @pytest.mark.gpu
 def test_long_sequences_are_worth_it_on_a_gpu():
-    attend, device = partial(avq_attention, exact_keys=20), torch.device("cuda", 0)
+    attend, device = partial(avq_attention, num_refined=16), torch.device("cuda", 0)
     names = "eager", "compiled"
     for num_tokens, is_faster in ((16384, True), (64, False)):
         found = measure(names, torch.float16, device, trial(num_tokens, attend))

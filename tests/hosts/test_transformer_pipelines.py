@@ -25,7 +25,6 @@ from diffusers import (
     TaylorSeerCacheConfig,
 )
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
-from hosts.kinds import KINDS
 from hosts.zoo import padding, zoo_transformer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tiny import quiet
@@ -67,19 +66,12 @@ LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weight
 
 @pytest.mark.parametrize("make", [sd3_pipe, flux_pipe])
 def test_default_sizes(make):
-    """Catches the default of UNets, which costs transformers their detail, here or in commands."""
-    pipe, sizes = make(), "M128P32C8E1024"
+    """Catches another default in commands."""
+    pipe, sizes = make(), "M64C8T1e-4"
     request = ModelRequest.from_options("model", None, None, None, "transformer_blocks.0", None)
     config = codeword_source(pipe, request)
     assert (str(config), config.exact) == (sizes, ("transformer_blocks.0",))
     assert {row.config for row in summary(apply_avq(pipe)).rows} == {sizes}
-
-
-def test_default_sizes_of_a_unet_with_joint_attention():
-    """Catches those of transformers, whose adapter it shares."""
-    (kind,) = (kind for kind in KINDS if kind.name == "Kandinsky 2")
-    configs = {row.config for row in summary(apply_avq(kind.make())).rows}
-    assert configs - {""} == {"M64P16C8"}
 
 
 def check_avq(pipe, **arguments):

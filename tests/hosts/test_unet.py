@@ -85,11 +85,11 @@ class TestOutput:
             (random_codebooks, parse("M4P2C2", query_order="raster")),
             (random_codebooks, parse("M3", key_norm=True)),
             (own_config, parse("M6P2C3", query_tile=16, num_updates=1)),
-            (own_config, parse("M6P2C3E5", query_tile=16)),
+            (own_config, parse("M6C3T0.01", query_tile=16)),
             *((represented_by_means, CONFIG), (tuned_codebooks, CONFIG), (own_codebooks, CONFIG)),
         ],
         ids=[
-            *("order", "raster", "flat-and-key-norm", "own-codewords", "exact-keys"),
+            *("order", "raster", "flat-and-key-norm", "own-codewords", "threshold"),
             *("by-means", "tuned", "own-and-tuned"),
         ],
     )
@@ -129,12 +129,13 @@ class TestOutput:
         expected = F.linear(expected, weights["to_out.0.weight"], weights["to_out.0.bias"])
         assert torch.equal(output, expected)
 
-    @pytest.mark.parametrize(("make", "level"), [(tiny_unet, 0), (sdxl_unet, 1)])
-    def test_the_default_is_the_finest_level(self, make, level):
+    @pytest.mark.parametrize(("make", "levels"), [(tiny_unet, {0, 1}), (sdxl_unet, {1})])
+    def test_the_default_is_the_finest_levels(self, make, levels):
         """Catches a default that SDXL, whose finest level has no self-attention, refuses."""
-        rows = summary(apply_avq(make())).rows
-        assert {row.level for row in rows if row.config} == {level}
-        assert {row.config for row in rows} == {"M64P16C8", ""}
+        for arguments in ((), ("M64C8T1e-4",), (AVQConfig(),)):
+            rows = summary(apply_avq(make(), *arguments)).rows
+            assert {row.level for row in rows if row.config} == levels
+            assert {row.config for row in rows} == {"M64C8T1e-4", ""}
 
     def test_what_follows_the_projection(self, unet, codebooks):
         """Catches the factor that ends diffusers' processors left out, or dropout."""
@@ -333,7 +334,7 @@ class TestSetOnAStockUNet:
     def test_default(self, unet):
         """Levels 0 and 1; what reports and switches does not wait for a call."""
         unet.set_attn_processor(AVQProcessor())
-        assert {row.level for row in summary(unet).rows if row.config == "M64P16C8"} == {0, 1}
+        assert {row.level for row in summary(unet).rows if row.config == "M64C8T1e-4"} == {0, 1}
         assert not waits()
 
     def test_codebooks(self, unet, codebooks):
@@ -452,11 +453,11 @@ def test_vae_attention_is_refused():
 @pytest.mark.parametrize(
     ("source", "arguments", "error", "message"),
     [
-        (8, {}, TypeError, "expected AVQCodebooks, an AVQConfig, a string such as 'M64P16C8' or"),
-        ("M64P", {}, ValueError, "expected a configuration such as M64P16C8 or M256, but got"),
+        (8, {}, TypeError, "expected AVQCodebooks, an AVQConfig, a string such as 'M64C8T1e-4' or"),
+        ("M64P", {}, ValueError, "a configuration such as M64C8T1e-4, M64P16C8 or M256, but got"),
         (None, {"level": 1}, TypeError, "takes no argument level; did you mean levels?"),
         (
-            AVQConfig(codewords="stored"),
+            AVQConfig(codewords="stored", num_refined=16),
             {},
             ValueError,
             'codewords="stored" needs codebooks, which calibrate or gather_codebooks makes.',

@@ -1,6 +1,5 @@
 """mini-sd and mini-sd3 as shipped: small, stock pipelines, trained, and close with codebooks."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -21,7 +20,7 @@ from avq_diffusers import (
     gather_codebooks,
     remove_avq,
     select_layers,
-    set_num_refined,
+    set_threshold,
     summary,
 )
 from avq_diffusers.codebook.codebook import Codebook, constraint_error
@@ -170,7 +169,7 @@ def test_every_word_of_a_caption_is_one_token(folder):
 
 def test_the_codebooks_keep_the_constraint(shipped, recwarn):
     """Fails for codebooks of another run, or that training left with dead children."""
-    assert shipped.avq_config == AVQConfig(codewords="stored")
+    assert shipped.avq_config == AVQConfig.parse("M64P16C8", levels=(0,), codewords="stored")
     assert (shipped.config["base_model"], shipped.config["tuned"]) == ("mini-sd", True)
     training = shipped.config["training"]
     assert training["config"] == "mini_m64p16c8"
@@ -203,8 +202,8 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
 @pytest.mark.parametrize(
     ("folder", "config"),
     [
-        (MINI_DISTILLED, replace(AVQConfig.parse("M64P16C8"), num_updates=1)),
-        (MINI_DISTILLED_LEVEL1, AVQConfig.parse("M64P16C8E256", levels=(0, 1))),
+        (MINI_DISTILLED, AVQConfig.parse("M64P16C8", levels=(0,), num_updates=1)),
+        (MINI_DISTILLED_LEVEL1, AVQConfig.parse("M64C8T1e-4")),
     ],
 )
 def test_distillation_brings_own_codewords_closer(mini, exact, folder, config):
@@ -348,13 +347,13 @@ def test_mini_sd3_predicts_the_velocity_of_held_out_scenes_and_reads_the_caption
 
 
 def test_avq_in_every_layer_of_mini_sd3_stays_close(mini_sd3, exact_velocity):
-    """The image's own second attention is what 640 columns of 4096 tokens change most."""
+    """The image's own second attention is what AVQ changes most."""
     exact, _ = exact_velocity
-    apply_avq(mini_sd3, AVQConfig.parse("M128P32C8E256"), route="always")
+    apply_avq(mini_sd3, route="always")
     try:
         output, _ = velocity(mini_sd3)
         rows = summary(mini_sd3).rows
-        set_num_refined(mini_sd3, {row.name: "exact" for row in rows if row.name.endswith("attn2")})
+        set_threshold(mini_sd3, {row.name: "exact" for row in rows if row.name.endswith("attn2")})
         joint, _ = velocity(mini_sd3)
     finally:
         remove_avq(mini_sd3)

@@ -32,7 +32,7 @@ from avq_diffusers.extras.linfusion import (
 from avq_diffusers.files import read_log
 from avq_diffusers.hosts import LayerSpec, select_layers
 from avq_diffusers.hosts.core import routing
-from avq_diffusers.hosts.measuring.profile import LayerEffects, Point
+from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured, Part
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -92,11 +92,10 @@ def read_linfusion(path: Path) -> None:
 
 
 def profile(folder: Path) -> Path:
-    times = {"M4P2C2": 0.5, "M8": 0.25, "exact": 1.0}
-    effects = {1000: {"M4P2C2": 0.125, "M8": 0.5}, 500: {"M4P2C2": 0.25, "M8": 0.75}}
-    layer = LayerEffects(LayerSpec("up_blocks.1.attn1", 0, 2, 8), 64, times, effects)
-    shares, curve = {1000: 0.5, 500: 0.5}, (Point(0.25, 0.375),)
-    ErrorProfile(AVQConfig(), (layer,), shares, curve).save(folder / "profile.json")
+    measured = {start: Measured([0.125, 0.5], [32.0, 8.0], [0.5, 0.25]) for start in (1000, 500)}
+    layer = LayerEffects(LayerSpec("up_blocks.1.attn1", 0, 2, 8), 64, 1.0, measured)
+    parts = {1000: Part(0.5, 1.5), 500: Part(0.5)}
+    ErrorProfile(AVQConfig(), (layer,), parts, (1e-4, 4e-4)).save(folder / "profile.json")
     return folder / "profile.json"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile, apply_avq
 from avq_diffusers.hosts import LayerSpec
-from avq_diffusers.hosts.measuring.profile import LayerEffects
+from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured, Part
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -102,9 +102,10 @@ def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
     pipe = tiny_pipe()
     pipe.save_pretrained(tmp_path / "model")
     random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")
-    times, effects = {"M8": 0.5, "exact": 1.0}, {1000: {"M8": 0.25}}
-    layer = LayerEffects(LayerSpec("layer", 0, 2, 8), 64, times, effects)
-    ErrorProfile(AVQConfig(), (layer,), {1000: 1.0}).save(tmp_path / "profile.json")
+    measured = Measured([0.125, 0.25], [32.0, 8.0], [0.5, 0.25])
+    layer = LayerEffects(LayerSpec("layer", 0, 2, 8), 64, 1.0, {1000: measured})
+    profile = ErrorProfile(AVQConfig(), (layer,), {1000: Part(1.0)}, (1e-4, 4e-4))
+    profile.save(tmp_path / "profile.json")
     config = load_config(RUN_CONFIG, DistillConfig, [])
     states = {"model": nn.Linear(2, 2).state_dict()}
     checkpoint.save(tmp_path / "run", 1, states, config=config, keep=1)

@@ -302,7 +302,7 @@ def _tables_of_head(tables, batch_head, SIZES, CELLS):
         tables.spread + row,
         tables.inside + batch_head * (2 * CELLS.PARENT_ROWS),
         tables.matrix,
-        tables.matrix_scale,
+        tables.largest,
     )
 
 

@@ -22,7 +22,11 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.codewords import padded, value_width
-from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
+from avq_diffusers.attention.triton.first_order import (
+    blocks_per_side,
+    matrix_block,
+    matrix_size,
+)
 from avq_diffusers.attention.triton.launch import Launch, Memory
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.precompute import Precompute
@@ -59,7 +63,6 @@ from avq_diffusers.attention.triton.tokens import (
     tokens_of_head,
 )
 from avq_diffusers.attention.triton.tuning import (
-    MATRIX_BLOCK,
     AttentionTiling,
     attention_tiling,
     select_tiling,
@@ -67,30 +70,24 @@ from avq_diffusers.attention.triton.tuning import (
 
 
 class AttendBlocks(NamedTuple):
-    """Compile-time blocks: queries, codewords, keys, leaves whose keys are found at once, and
-    columns whose places are."""
+    """Compile-time blocks: queries, codewords, keys, and leaves whose keys are found at once."""
 
     N: tl.constexpr
     C: tl.constexpr
     K: tl.constexpr
     LEAVES: tl.constexpr
-    LIST: tl.constexpr
 
 
 @triton.jit
 def _add_codewords(queries, tables, columns, sums, ADD, SIZES, BLOCKS):
     """Add the codewords of a tile to sums."""
     num_codewords = tl.load(columns.shown)
-    for first in tl.range(0, num_codewords, BLOCKS.LIST):
-        place = first + tl.arange(0, BLOCKS.LIST)
-        every_row = tl.load(columns.row + place, mask=place < num_codewords, other=0)
-        number = tl.minimum(num_codewords - first, BLOCKS.LIST)
-        for start in tl.range(0, number, BLOCKS.C):
-            column = start + tl.arange(0, BLOCKS.C)
-            valid = column < number
-            rows = tl.gather(every_row, column, axis=0)
-            bias = tl.load(columns.bias + first + column, mask=valid, other=float("-inf"))
-            sums = ADD(queries, tables, rows, bias, valid, sums, SIZES)
+    for first in tl.range(0, num_codewords, BLOCKS.C):
+        column = first + tl.arange(0, BLOCKS.C)
+        valid = column < num_codewords
+        rows = tl.load(columns.row + column, mask=valid, other=0)
+        bias = tl.load(columns.bias + column, mask=valid, other=float("-inf"))
+        sums = ADD(queries, tables, rows, bias, valid, sums, SIZES)
     return sums
 
 
@@ -131,16 +128,12 @@ def _add_keys(queries, of_centre, tables, keys, leaves, columns, sums, ADD, SIZE
         start, num_keys, stops, gaps = leaves_at(
             columns.row, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
         )
-        for first_rank in tl.range(0, num_keys, BLOCKS.LIST):
-            rank = first_rank + tl.arange(0, BLOCKS.LIST)
+        for first_rank in tl.range(0, num_keys, BLOCKS.K):
+            rank = first_rank + tl.arange(0, BLOCKS.K)
+            valid = rank < num_keys
             place = place_after_gaps(rank, start, stops, gaps)
-            every_token = tl.load(leaves.leaf_order + place, mask=rank < num_keys, other=0)
-            number = tl.minimum(num_keys - first_rank, BLOCKS.LIST)
-            for first_key in tl.range(0, number, BLOCKS.K):
-                column = first_key + tl.arange(0, BLOCKS.K)
-                valid = column < number
-                token = tl.gather(every_token, column, axis=0)
-                sums = ADD(queries, of_centre, keys, token, valid, sums, SIZES)
+            token = tl.load(leaves.leaf_order + place, mask=valid, other=0)
+            sums = ADD(queries, of_centre, keys, token, valid, sums, SIZES)
     return sums
 
 
@@ -372,7 +365,6 @@ def query_tiles(
         tiling.codewords,
         tiling.keys,
         tiling.leaves,
-        tiling.columns,
     )
     select = _select_launch(problem, precompute, arguments, levels=levels)
     grid = heads * problem.num_tiles, batch, 1
@@ -391,25 +383,19 @@ def _select_launch(
     batch, heads, _, _ = problem.query.shape
     has_order = precompute.arguments["CELLS"].LEAVES
     num_pieces = precompute.arguments["num_pieces"] if has_order else 0
-    num_matrix = (sizes.PADDED_DIM // MATRIX_BLOCK) ** 2 if problem.has_first_order else 0
+    num_matrix = sizes.MATRIX_SIDE**2 if problem.has_first_order else 0
     blocks = SelectBlocks(
         SAMPLES=padded(problem.num_samples, 16),
-        M=min(tiling.parents, sizes.PARENT_ROWS),
-        P=max(1, tiling.parents // max(1, sizes.CHILD_ROWS)),
-        K=tiling.sinks,
+        M=min(tiling.rows, sizes.PARENT_ROWS),
+        P=max(1, tiling.rows // max(1, sizes.CHILD_ROWS)),
+        K=tiling.rows,
         KEYS=tiling.keys,
         SCALE=problem.scale,
         LEVELS=levels,
     )
     chosen = {"programs": Programs(num_pieces, num_matrix), "BLOCKS": blocks}
     grid = heads * (num_pieces + num_matrix + problem.num_tiles), batch, 1
-    return Launch(
-        select_kernel,
-        grid,
-        arguments | chosen,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+    return Launch(select_kernel, grid, arguments | chosen, num_warps=tiling.num_warps, num_stages=1)
 
 
 def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout:
@@ -443,6 +429,7 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         REST_D=tiling.rest_dims,
         PADDED_DIM=padded_dim,
         VALUE_WIDTH=value_width(head_dim),
+        MATRIX_SIDE=blocks_per_side(padded_dim),
         REFINES=refines.get(spec.num_refined, "some"),
         MEANS=spec.means,
         FIRST_ORDER=problem.has_first_order,

@@ -76,10 +76,10 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
 
 def _empty_results(query: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = query.shape
-    like = {"device": query.device}
-    output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, **like)
-    num_tiles = -(-num_queries // spec.query_tile)
-    return output, torch.empty((batch, heads, num_tiles, 2), dtype=torch.int32, **like)
+    device = query.device
+    output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, device=device)
+    shown = batch, heads, -(-num_queries // spec.query_tile), 2
+    return output, torch.empty(shown, dtype=torch.int32, device=device)
 
 
 def run_fitting(

@@ -4,8 +4,7 @@
 
 with the spreads s in units of the codes. A query that sees the spread r gains r / (1 + r size) M q.
 The sum over keys is that around the centre, which the sort adds up chunk by chunk, without the same
-for the means of leaves. The matrix is stored in blocks of 16 x 16, each relative to its largest
-number.
+for the means of leaves. The matrix is computed in at most 4 x 4 blocks.
 
 Shapes: as in `precompute`.
 """
@@ -17,20 +16,27 @@ from avq_diffusers.attention.triton.rows import product
 
 # Below it, a sum over keys counts as zero.
 LEAST = tl.constexpr(1e-30)
-# Side of a block of the matrix, chunks that are added at once, and leaves whose means are taken
-# away at once.
-BLOCK = tl.constexpr(16)
-CHUNKS = tl.constexpr(8)
-ROWS = tl.constexpr(64)
+# Chunks that are added at once, and leaves whose means are taken away at once.
+CHUNKS = tl.constexpr(4)
+ROWS = tl.constexpr(32)
+
+
+def blocks_per_side(padded_dim: int) -> int:
+    """Blocks of a matrix along each of its sides."""
+    return min(4, padded_dim // 16)
 
 
 @triton.jit
 def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
     """Write a block of a head's matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
-    SIDE: tl.constexpr = DIM // BLOCK
+    SIDE: tl.constexpr = SIZES.MATRIX_SIDE
+    BLOCK: tl.constexpr = DIM // SIDE
     values = block // SIDE * BLOCK + tl.arange(0, BLOCK)
     dims = block % SIDE * BLOCK + tl.arange(0, BLOCK)
+    is_padding = BLOCK * tl.maximum(block // SIDE, block % SIDE) >= SIZES.HEAD_DIM
+    num_chunks = tl.where(is_padding, 0, num_chunks)
+    num_rows = tl.where(is_padding, 0, SIZES.ROWS)
     numbers = values[:, None] * DIM + dims[None, :]
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in tl.range(0, num_chunks, CHUNKS):
@@ -40,9 +46,9 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
         total += tl.sum(tl.load(pointers, mask=is_chunk, other=0.0), axis=0)
 
     spread = tl.zeros([ROWS], tl.float32)
-    for first in tl.range(SIZES.PARENT_ROWS, SIZES.ROWS, ROWS):
+    for first in tl.range(SIZES.PARENT_ROWS, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
-        is_row = row < SIZES.ROWS
+        is_row = row < num_rows
         counts = tl.load(tables.counts + row, mask=is_row, other=0).to(tl.float32)
         spread += counts * tl.load(tables.spread + row, mask=is_row, other=0.0)
         pointers = tables.codes + row[:, None] * DIM + dims[None, :]
@@ -57,25 +63,23 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
     largest = tl.max(tl.max(tl.abs(total), axis=1), axis=0)
     # Without two keys in a leaf there is no term.
     is_some = tl.minimum(largest, spread) > LEAST
-    matrix = total * tl.where(is_some, 1.0 / largest, 0.0)
-    tl.store(tables.matrix + numbers, matrix.to(tables.matrix.dtype.element_ty))
-    tl.store(tables.matrix_scale + block, tl.where(is_some, largest * (SCALE / spread), 0.0))
+    factor = tl.where(is_some, SCALE / spread, 0.0)
+    tl.store(tables.matrix + numbers, total * factor)
+    tl.store(tables.largest + block, largest * factor)
 
 
 @triton.jit
 def matrix_size(tables, SIZES):
     """Largest number of a head's matrix; something positive if all are 0."""
-    SIDE: tl.constexpr = SIZES.PADDED_DIM // BLOCK
-    scales = tl.load(tables.matrix_scale + tl.arange(0, SIDE * SIDE))
-    return tl.maximum(tl.max(scales, axis=0), LEAST)
+    SIDE: tl.constexpr = SIZES.MATRIX_SIDE
+    largest = tl.load(tables.largest + tl.arange(0, SIDE * SIDE))
+    return tl.maximum(tl.max(largest, axis=0), LEAST)
 
 
 @triton.jit
 def matrix_block(tables, size, VALUE, VALUES, DIM, DIMS, SIZES):
     """(DIMS, VALUES) Part of the matrix, transposed, relative to a size."""
-    SIDE: tl.constexpr = SIZES.PADDED_DIM // BLOCK
     values = (VALUE + tl.arange(0, VALUES))[None, :]
     dims = (DIM + tl.arange(0, DIMS))[:, None]
     part = tl.load(tables.matrix + values * SIZES.PADDED_DIM + dims)
-    scale = tl.load(tables.matrix_scale + values // BLOCK * SIDE + dims // BLOCK)
-    return (part.to(tl.float32) * (scale / size)).to(part.dtype)
+    return (part * (1.0 / size)).to(tables.codes.dtype.element_ty)

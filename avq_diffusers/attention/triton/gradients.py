@@ -33,7 +33,7 @@ from avq_diffusers.attention.triton.query_gradients import (
     query_gradients_kernel,
 )
 from avq_diffusers.attention.triton.row_gradients import RowGradients, row_gradients_kernel
-from avq_diffusers.attention.triton.tuning import MATRIX_BLOCK, gradient_tiling
+from avq_diffusers.attention.triton.tuning import gradient_tiling
 from avq_diffusers.config import Spec
 
 
@@ -80,7 +80,7 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
         """A pointer to a new part (B, H, *shape) in float32; None unless `when`."""
         return memory.add((batch, heads, *shape), torch.float32) if when else None
 
-    dim, side = sizes.PADDED_DIM, sizes.PADDED_DIM // MATRIX_BLOCK
+    dim, side = sizes.PADDED_DIM, sizes.MATRIX_SIDE
     queries = QueryPointers(
         query=given.query,
         grad_output=given.grad_output,

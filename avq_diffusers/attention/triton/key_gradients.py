@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.first_order import BLOCK, LEAST
+from avq_diffusers.attention.triton.first_order import LEAST
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.query_gradients import QueryPointers
@@ -100,7 +100,7 @@ def _offsets(keys, rows, tables, centre_ptr, SIZES):
 def _of_first_order(keys, cell, found, tables, centre_ptr, SIZES, SCALE):
     """The gradients of the first-order term."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
-    strips = tl.arange(0, DIM // BLOCK)
+    strips = tl.arange(0, SIZES.MATRIX_SIDE)
     dims = tl.arange(0, DIM)
     means, _ = load_values(tables, keys.row, keys.valid, SIZES)
     value_offset = keys.value.to(tl.float32) - means[0].to(tl.float32)

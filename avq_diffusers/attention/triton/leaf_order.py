@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.pieces import (
-    Chunks,
     cell_of,
     first_extra_piece,
     keys_of_cell,
@@ -17,7 +16,6 @@ from avq_diffusers.attention.triton.pieces import (
     parent_of,
     sorted_keys,
 )
-from avq_diffusers.attention.triton.sort import SortPointers
 
 
 class LeafPointers(NamedTuple):

@@ -25,13 +25,14 @@ import torch
 
 from avq_diffusers.attention.triton.aggregate import PiecePointers, aggregate_kernel
 from avq_diffusers.attention.triton.codewords import value_width
+from avq_diffusers.attention.triton.first_order import blocks_per_side
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
 from avq_diffusers.attention.triton.problem import Given, Problem, alignment_of
 from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers, Tables
 from avq_diffusers.attention.triton.sort import SortBlocks, SortPointers, sort_kernel
-from avq_diffusers.attention.triton.tuning import MATRIX_BLOCK, PrecomputeTiling, precompute_tiling
+from avq_diffusers.attention.triton.tuning import PrecomputeTiling, precompute_tiling
 
 
 class Precompute(NamedTuple):
@@ -50,9 +51,8 @@ class Precompute(NamedTuple):
       units of the codes, if means represent them.
     - `inside`: (B, H, MP, 2) float32, mean spread of a parent's leaves, weighted by their keys, and
       how many leaves with keys it has beyond one.
-    - `matrix`: (B, H, DP, DP), dtype of `codes`, the first-order matrix, each block of 16 x 16
-      relative to its largest number; `matrix_scale`: (B, H, DP / 16, DP / 16) float32, these
-      numbers.
+    - `matrix`: (B, H, DP, DP) float32, the first-order matrix; `largest`: (B, H, blocks, blocks)
+      float32, the largest number of each block.
     """
 
     launches: list[Launch]
@@ -93,6 +93,7 @@ def precompute_launches(
 
     means, parent_rows, leaf_rows = spec.means, cells.PARENT_ROWS, cells.LEAF_ROWS
     follows, dim = problem.has_first_order, sizes.PADDED_DIM
+    side = blocks_per_side(dim)
     sort = SortPointers(
         rank=part(tiling.num_chunks, chunk_keys),
         order=part(num_keys),
@@ -113,8 +114,8 @@ def precompute_launches(
         log_counts=part(cells.ROWS, dtype=float32),
         spread=part(cells.ROWS, dtype=float32, when=means),
         inside=part(parent_rows, 2, dtype=float32, when=means),
-        matrix=part(dim, dim, dtype=dtype, when=follows),
-        matrix_scale=part(dim // MATRIX_BLOCK, dim // MATRIX_BLOCK, dtype=float32, when=follows),
+        matrix=part(dim, dim, dtype=float32, when=follows),
+        largest=part(side, side, dtype=float32, when=follows),
     )
     centre = given.centre or part(dim, dtype=float32)
     arguments = {
@@ -151,7 +152,6 @@ def precompute_launches(
             of_pieces,
             num_warps=tiling.leaf_warps,
             num_stages=tiling.leaf_stages,
-            maxnreg=tiling.leaf_registers,
         ),
     ]
     return Precompute(launches, arguments, centre)

@@ -132,7 +132,7 @@ class Problem(NamedTuple):
     def variant(self) -> "Problem":
         """The problem without what does not affect compilation: batch, strides, the threshold, and
         token counts beyond whether samples decide."""
-        _, heads, num_queries, head_dim = self.query.shape
+        _, heads, _, head_dim = self.query.shape
         anything = Layout(torch.Size((1, heads, 1, head_dim)), ())
         query = anything
         if self.num_samples < self.spec.query_tile:

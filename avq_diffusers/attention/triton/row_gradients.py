@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.first_order import BLOCK, LEAST
+from avq_diffusers.attention.triton.first_order import LEAST
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.query_gradients import LN2, QueryPointers
 from avq_diffusers.attention.triton.rows import Tables, product
@@ -46,8 +46,8 @@ class RowGradients(NamedTuple):
     row: tl.tensor  # (B, H, ROWS, 2 DP) of a key's value, then of the key
     spread: tl.tensor  # (B, H, ROWS) of a key, divided by its offset to the mean
     matrix: tl.tensor  # (B, H, DP, DP) dA divided by the scale
-    matrix_size: tl.tensor  # (B, H, DP / 16) largest numbers of the matrix
-    of_offsets: tl.tensor  # (B, H, DP / 16) parts of dS, as `spread`
+    matrix_size: tl.tensor  # (B, H, MATRIX_SIDE) largest numbers of the matrix
+    of_offsets: tl.tensor  # (B, H, MATRIX_SIDE) parts of dS, as `spread`
 
 
 class HeadOfQueries(NamedTuple):
@@ -171,7 +171,7 @@ def sums_where_shown(sums, of, columns, LEVEL, SIZES, BLOCKS):
 def row_gradients_of_head(found, batch_head, SIZES):
     """The `RowGradients` of a head."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
-    SIDE: tl.constexpr = DIM // BLOCK
+    SIDE: tl.constexpr = SIZES.MATRIX_SIDE
     return RowGradients(
         found.row + batch_head * (SIZES.ROWS * 2 * DIM),
         found.spread + batch_head * SIZES.ROWS,
@@ -217,8 +217,9 @@ def _inverse_spread(tables, SIZES):
 
 @triton.jit
 def _write_matrix(of, tables, found, strip, SIZES, BLOCKS):
-    """Write the gradient of 16 rows of the first-order matrix."""
+    """Write the gradient of a strip of rows of the first-order matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
+    BLOCK: tl.constexpr = DIM // SIZES.MATRIX_SIDE
     values = strip * BLOCK + tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM)
     total = tl.zeros([BLOCK, DIM], tl.float32)
@@ -234,8 +235,7 @@ def _write_matrix(of, tables, found, strip, SIZES, BLOCKS):
         total += product(tl.trans(grad), query, tl.zeros([BLOCK, DIM], tl.float32)) * largest
 
     numbers = values[:, None] * DIM + dims[None, :]
-    scale = tl.load(tables.matrix_scale + strip * (DIM // BLOCK) + dims // BLOCK)
-    matrix = tl.load(tables.matrix + numbers).to(tl.float32) * scale[None, :]
+    matrix = tl.load(tables.matrix + numbers)
     inverse = _inverse_spread(tables, SIZES)
     of_offsets = tl.sum(tl.sum(total * matrix, axis=1), axis=0) * inverse
     tl.store(found.of_offsets + strip, of_offsets * (-2.0 * SIZES.FACTOR / LN2))
@@ -258,7 +258,7 @@ def row_gradients_kernel(
     GRADIENT_BLOCKS: tl.constexpr,
 ):
     """Write the gradients of some rows of the tables, or of the first-order matrix."""
-    STRIPS: tl.constexpr = SIZES.PADDED_DIM // BLOCK if SIZES.FIRST_ORDER else 0
+    STRIPS: tl.constexpr = SIZES.MATRIX_SIDE if SIZES.FIRST_ORDER else 0
     index = tl.program_id(0)
     of = head_of_queries(
         queries, columns, query_strides, grad_strides, num_queries, num_tiles, SIZES

@@ -50,7 +50,7 @@ class Tables(NamedTuple):
     spread: tl.tensor
     inside: tl.tensor
     matrix: tl.tensor
-    matrix_scale: tl.tensor
+    largest: tl.tensor
 
 
 class HeadOfKeys(NamedTuple):

@@ -1,9 +1,8 @@
 """Select kernel: what each query tile attends to, as a list of columns.
 
-With a threshold, a cell is shown as its parent, as its leaves, or leaf by leaf as its keys, whatever
-is the coarsest level at which a further column would mend at most the threshold. With m the mean
-attention of some queries of the tile, s a spread and size the mean of |q|^2 / D, times the squared
-scale:
+With a threshold, a cell is shown as its parent, as its leaves, or leaf by leaf as its keys: at the
+coarsest level at which a further column would mend at most the threshold. With m the mean attention
+of some queries of the tile, s a spread and size the mean of |q|^2 / D, times the squared scale:
 
     refine parent p   m_p (growth(size s_p) - growth(size mean spread of its leaves))
                       > threshold (number of its leaves - 1)
@@ -155,22 +154,40 @@ def _row_logits(query, tables, rows, valid, SIZES):
 
 
 @triton.jit
-def _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS):
-    """(SAMPLES) log2 of the sum of weights of all parents and, with a threshold, of sinks."""
+def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
+    """Add the logits of all sinks."""
+    of_centre = centre_logits(query, centre_ptr, SIZES)
+    for first in tl.range(0, sinks.number, BLOCKS.K):
+        token = first + tl.arange(0, BLOCKS.K)
+        logits = token_logits(query, of_centre, sinks, token, token < sinks.number, SIZES)
+        running_max, total = _add_logits(running_max, total, logits)
+    return running_max, total
+
+
+@triton.jit
+def _ask(query, inverse, size, tables, centre_ptr, sinks, SIZES, BLOCKS):
+    """What queries that decide tell about parents; with a threshold, sinks share attention."""
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    every = tl.arange(0, PARENT_ROWS)
     running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
     total = tl.zeros([BLOCKS.SAMPLES], tl.float32)
-    for first in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.M):
-        rows = first + tl.arange(0, BLOCKS.M)
-        logits = _row_logits(query, tables, rows, rows >= 0, SIZES)
+    if BLOCKS.M == PARENT_ROWS:
+        logits = _row_logits(query, tables, every, every >= 0, SIZES)
         running_max, total = _add_logits(running_max, total, logits)
+    else:
+        for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
+            rows = first + tl.arange(0, BLOCKS.M)
+            of_block = _row_logits(query, tables, rows, rows >= 0, SIZES)
+            running_max, total = _add_logits(running_max, total, of_block)
     if SIZES.SINKS and SIZES.REFINES == "threshold":
-        of_centre = centre_logits(query, centre_ptr, SIZES)
-        for first in tl.range(0, sinks.number, BLOCKS.K):
-            token = first + tl.arange(0, BLOCKS.K)
-            is_token = token < sinks.number
-            logits = token_logits(query, of_centre, sinks, token, is_token, SIZES)
-            running_max, total = _add_logits(running_max, total, logits)
-    return running_max + tl.log2(total)
+        running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
+    log_total = running_max + tl.log2(total)
+    asked = Asked(query, inverse, log_total, size)
+    if BLOCKS.M == PARENT_ROWS:
+        masses = tl.sum(tl.exp2(logits - log_total[:, None]) * inverse[:, None], axis=0)
+    else:
+        masses = _masses_of_parents(asked, tables, 0, SIZES, BLOCKS)
+    return asked, masses
 
 
 @triton.jit
@@ -216,19 +233,18 @@ def _rank_of(score, PARENT_ROWS):
 
 
 @triton.jit
-def _refined(asked, tables, counts, threshold, SIZES, BLOCKS):
+def _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS):
     """(MP) The parents whose leaves are shown; only those with keys matter."""
     parents = tl.arange(0, SIZES.PARENT_ROWS)
     is_refined = parents < 0
     if SIZES.REFINES == "all":
         is_refined = parents >= 0
     elif SIZES.REFINES == "some":
-        score = _masses_of_parents(asked, tables, 0, SIZES, BLOCKS)
+        score = masses
         if SIZES.MEANS:
             score *= tl.load(tables.spread + parents)
         is_refined = _rank_of(score, SIZES.PARENT_ROWS) < SIZES.NUM_REFINED
     elif SIZES.REFINES == "threshold":
-        masses = _masses_of_parents(asked, tables, 0, SIZES, BLOCKS)
         inside = tl.load(tables.inside + 2 * parents)
         further = tl.load(tables.inside + 2 * parents + 1)
         spread = tl.load(tables.spread + parents)
@@ -255,13 +271,13 @@ def _append_children(asked, tables, columns, counted, first, num_refined, thresh
 
 
 @triton.jit
-def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
+def _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS):
     """Write the columns of a tile; return how many there are."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     counted = Counted(0, 0, 0)
     parents = tl.arange(0, PARENT_ROWS)
     counts = tl.load(tables.counts + parents)
-    is_refined = _refined(asked, tables, counts, threshold, SIZES, BLOCKS)
+    is_refined = _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS)
     is_shown = (counts > 0) & ~is_refined
     none = parents < 0
     counted = _append(tables, columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
@@ -275,8 +291,8 @@ def _select(asked, tables, columns, threshold, SIZES, BLOCKS):
         has_keys = is_refined & (counts > 0)
         is_fine = none
         if SIZES.REFINES == "threshold":
-            masses = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
-            is_fine = _is_fine(masses, tables, rows, has_keys, counts, asked.size, threshold)
+            of_stays = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
+            is_fine = _is_fine(of_stays, tables, rows, has_keys, counts, asked.size, threshold)
         counted = _append(tables, columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
 
         if SIZES.CHILD_ROWS > 0:
@@ -378,20 +394,20 @@ def select_kernel(
     centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
 
     asked = ()
+    masses = ()
     if SIZES.REFINES == "threshold" or SIZES.REFINES == "some":
         rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
         query = load_queries(rows, tile, SIZES)
         inverse = tl.where(valid, 1.0 / tl.sum(valid.to(tl.float32), axis=0), 0.0)
         size = tl.sum(size_of(query, SIZES) * inverse, axis=0)
-        log_total = _log_total(query, tables, centre_ptr, sinks, SIZES, BLOCKS)
-        asked = Asked(query, inverse, log_total, size)
+        asked, masses = _ask(query, inverse, size, tables, centre_ptr, sinks, SIZES, BLOCKS)
     if BLOCKS.LEVELS:
         for first in tl.range(0, SIZES.ROWS, 256):
             rows = first + tl.arange(0, 256)
             zeros = tl.zeros([256], tl.int8)
             tl.store(columns.level + rows, zeros, mask=rows < SIZES.ROWS)
         tl.debug_barrier()
-    counted = _select(asked, tables, columns, threshold, SIZES, BLOCKS)
+    counted = _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS)
     tl.store(columns.shown, counted.codewords)
     tl.store(columns.shown + 1, counted.keys)
     tl.store(columns.num_leaves, counted.leaves)

@@ -24,6 +24,7 @@ class TileSizes(NamedTuple):
     MOST: most columns of a tile but sinks.
     BLOCK_D, REST_D: dims of the one or two blocks that a row is cut into.
     ROWS, CODE_ROWS: rows of the tables, and of codes.
+    MATRIX_SIDE: blocks along each side of the first-order matrix.
     """
 
     HEADS: tl.constexpr
@@ -40,6 +41,7 @@ class TileSizes(NamedTuple):
     REST_D: tl.constexpr
     PADDED_DIM: tl.constexpr
     VALUE_WIDTH: tl.constexpr
+    MATRIX_SIDE: tl.constexpr
     REFINES: tl.constexpr
     MEANS: tl.constexpr  # mean keys represent the keys, else stored codewords
     FIRST_ORDER: tl.constexpr  # values inside leaves follow their keys

@@ -62,7 +62,7 @@ def head_of_tables(tables, batch_head, head, SIZES):
         tables.spread + row,
         tables.inside + batch_head * (2 * SIZES.PARENT_ROWS),
         tables.matrix + batch_head * (SIZES.PADDED_DIM * SIZES.PADDED_DIM),
-        tables.matrix_scale + batch_head * (SIZES.PADDED_DIM // 16) * (SIZES.PADDED_DIM // 16),
+        tables.largest + batch_head * (SIZES.MATRIX_SIDE * SIZES.MATRIX_SIDE),
     )
 
 

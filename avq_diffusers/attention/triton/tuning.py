@@ -19,7 +19,6 @@ class AttentionTiling:
     num_stages: int  # blocks of columns in flight; each takes shared memory
     codewords: int  # per block of the online softmax
     keys: int  # keys or sinks per block
-    columns: int = 256  # whose places are found at once
     leaves: int = 32  # leaves whose keys are found at once
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
     rest_dims: int = 0  # dims of a second block after 64; 0 keeps all dims in one block
@@ -53,11 +52,12 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
         return replace(tiling, codewords=16, keys=16)
     if has_mma or dtype == torch.float32:
         return tiling
-    # Measured on an H200: fewer instructions and more programs beat more warps.
-    columns = 64 if head_dim <= 64 else 32
-    warps = -(-tile_rows // (32 if head_dim <= 64 else 16))
-    tiling = replace(tiling, num_warps=warps, num_stages=2, codewords=columns, keys=columns)
-    return replace(tiling, rest_dims=32) if 64 < head_dim < 96 else tiling
+    # Measured on an H200: two programs on a multiprocessor beat one without spills.
+    if head_dim <= 64:
+        return replace(tiling, num_stages=2, codewords=64, keys=64, max_registers=128)
+    if head_dim < 96:
+        return replace(tiling, num_stages=2, max_registers=128, rest_dims=32)
+    return replace(tiling, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,15 @@ class SelectTiling:
     """How the choice of columns is split."""
 
     num_warps: int
-    num_stages: int
-    parents: int  # parents, stays or children per matmul
-    sinks: int  # per matmul
+    rows: int  # parents, stays, children or sinks per matmul
     keys: int = 64  # that a program of the leaf order places at once
 
 
-# Side of the blocks of a first-order matrix.
-MATRIX_BLOCK = 16
-
-
 def select_tiling(problem: Problem) -> SelectTiling:
-    """The tiling of the select kernel."""
-    rows = padded(problem.num_samples, 16)
-    columns = min(BLOCK_SIZES[problem.reduction], 32 if problem.dtype == torch.float32 else 64)
-    return SelectTiling(max(1, rows // 32), num_stages=1, parents=columns, sinks=columns)
+    """The tiling of the select kernel, measured on an H200."""
+    num_warps = max(1, padded(problem.num_samples, 16) // 32)
+    most = 32 if problem.dtype == torch.float32 else 64
+    return SelectTiling(num_warps, min(BLOCK_SIZES[problem.reduction], most))
 
 
 @dataclass(frozen=True)
@@ -103,12 +97,6 @@ class PrecomputeTiling:
     leaf_keys: int  # keys per matmul
     leaf_warps: int
     leaf_stages: int
-    # Per thread of the aggregation; None leaves it to the compiler.
-    leaf_registers: int | None = None
-
-
-# A100, B200 and RTX 50, where sums of 64 keys spill for head dims above 64.
-FEW_LEAF_KEYS = ((8, 0), (10, 0), (12, 0))
 
 
 def precompute_tiling(problem: Problem) -> PrecomputeTiling:
@@ -152,19 +140,8 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     )
     if spec.num_children > 16:
         tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
-    elif means and padded_dim <= 64:
-        # As many as fit without a spill: more programs share a multiprocessor.
-        tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
     elif means:
-        # Sums of keys and values in one warp spill.
-        tiling = replace(
-            tiling,
-            leaf_keys=32 if problem.capability in FEW_LEAF_KEYS else 64,
-            leaf_warps=4,
-            piece_keys=min(tiling.piece_keys, 1024),
-        )
-    if padded_dim > 64 and problem.has_first_order:
-        tiling = replace(tiling, sort_warps=8)
+        tiling = replace(tiling, piece_keys=min(tiling.piece_keys, 1024))
     if problem.dtype == torch.float32:
         return replace(
             tiling,
@@ -174,7 +151,6 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
             leaf_keys=32,
             leaf_warps=4,
             leaf_stages=1,
-            leaf_registers=None,
         )
     return tiling
 

@@ -20,7 +20,7 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
 )
 from avq_diffusers.attention.exact import exact_attention
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import AVQConfig, Spec, check_int
@@ -55,8 +55,8 @@ def calibrate(
         pipe: a Stable Diffusion pipeline, or a vision model; left as it was.
         examples: a handful of typical prompts; prompt i runs with seed `seed + i`. For a vision
             model, `pixel_values` as in `measure_error`.
-        config: codebook sizes and levels; None is M64P16C8 at the finest level with
-            self-attention.
+        config: codebook sizes and levels; None is the paper's form, M64P16C8 with stored codewords,
+            at the levels of `apply_avq`.
         model: the part of the pipeline to fit codebooks for, such as `pipe.controlnet`; None is its
             UNet.
         num_inference_steps: denoising steps per prompt.
@@ -67,7 +67,7 @@ def calibrate(
 
     Returns:
         Codebooks for `apply_avq`. `codebooks.config["calibration"]` holds the quantization error,
-        capture and active ratio of every layer.
+        active ratio and, without a threshold, capture of every layer.
 
     Raises:
         TypeError: the model takes no codebooks or needs a pipeline to run, or an argument has the
@@ -82,7 +82,9 @@ def calibrate(
     if not host.takes_codebooks:
         raise TypeError(f"a {host.kind} has no codebooks: it takes codewords from its own keys.")
     examples = checked_examples(pipe, host, examples, seed, arguments)
-    config = host.default_config(hosted.model) if config is None else config
+    if config is None:
+        levels = host.default_config(hosted.model).levels
+        config = AVQConfig.parse("M64P16C8", codewords="stored", levels=levels)
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
     if config.key_norm:
@@ -159,7 +161,7 @@ class _LayerSample:
         return self.flat_keys.float().transpose(0, 1)
 
     @torch.no_grad()
-    def attend(self, tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
+    def attend(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Exact attention in place of AVQ."""
         query, key = tensors.query, tensors.key
         if self.num_calls <= self.snapshot_call:  # or the last call, if img2img ends before it
@@ -178,26 +180,28 @@ class _LayerSample:
             keys = torch.cat([self.flat_keys, keys])
         self.priorities, kept = priorities.topk(min(self.capacity, len(priorities)))
         self.flat_keys = keys[kept.to(keys.device)]
-        return exact_attention(tensors), EXACT
+        return Attended(exact_attention(tensors), EXACT)
 
     def report(self, codebook: Codebook, config: AVQConfig) -> dict[str, float]:
         """Quantization error and active ratio on the sample, capture on the whole call."""
-        query, key, order = self.snapshot
-        captured = capture(
-            query,
-            key,
-            codebook,
-            config.num_refined,
-            codewords="stored",
-            query_tile=config.query_tile,
-            query_order=order,
-        )
         error = quantization_error(self.keys, codebook, codewords="stored")
-        return {
+        report = {
             "quantization_error": error.mean().item(),
             "active_ratio": active_ratio(leaf_counts(self.keys, codebook)).mean().item(),
-            "capture": captured.mean().item(),
         }
+        if config.num_refined is not None:
+            query, key, order = self.snapshot
+            captured = capture(
+                query,
+                key,
+                codebook,
+                config.num_refined,
+                codewords="stored",
+                query_tile=config.query_tile,
+                query_order=order,
+            )
+            report["capture"] = captured.mean().item()
+        return report
 
 
 def _model_name(pipe: Any) -> str | None:

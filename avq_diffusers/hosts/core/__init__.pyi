@@ -1,6 +1,6 @@
 from .arguments import named_arguments
 from .examples import as_examples, checked_examples, lacks_memory, run_examples
-from .host import TRANSFORMER_SIZES, Host, Hosted, Other, Others, Watch
+from .host import Host, Hosted, Other, Others, Watch
 from .installing import CHANGES, all_or_nothing, install, installed, uninstall
 from .layers import (
     ATTRIBUTE,
@@ -10,6 +10,7 @@ from .layers import (
     Replaced,
     check_specs,
     chosen_layers,
+    default_config,
     entrance_of,
     own_name,
 )
@@ -17,6 +18,7 @@ from .reading import read_once
 from .routing import check_route, device_name, kept_milliseconds
 from .schedules import (
     EXACT,
+    Plan,
     Schedule,
     SpecSchedule,
     check_schedules,
@@ -59,7 +61,6 @@ from .timesteps import (
     rounded_up,
     sampling_weights,
     starts_of_parts,
-    step_weight,
 )
 from .weights import LayerWeights, project
 
@@ -74,7 +75,6 @@ __all__ = [
     "NUM_TRAIN_TIMESTEPS",
     "REST",
     "TIMESTEP",
-    "TRANSFORMER_SIZES",
     "WITHOUT_CODEBOOKS",
     "AVQSource",
     "AttentionFunction",
@@ -88,6 +88,7 @@ __all__ = [
     "Other",
     "Others",
     "PerThread",
+    "Plan",
     "Replaced",
     "Schedule",
     "SpecSchedule",
@@ -108,6 +109,7 @@ __all__ = [
     "check_specs",
     "checked_examples",
     "chosen_layers",
+    "default_config",
     "device_name",
     "disabled",
     "entrance_of",
@@ -131,6 +133,5 @@ __all__ = [
     "set_specs",
     "starts_of_parts",
     "states_of_config",
-    "step_weight",
     "uninstall",
 ]

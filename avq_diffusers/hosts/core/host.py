@@ -16,13 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core.checkpointing import keep_calls
-from avq_diffusers.hosts.core.layers import Layer, Replaced
+from avq_diffusers.hosts.core.layers import Layer, Replaced, default_config
 from avq_diffusers.hosts.core.state import LayerState, Tokens
 from avq_diffusers.hosts.core.timesteps import TIMESTEP, TimestepArgument, Timesteps
-
-# For diffusers transformers. On mini-sd3 with 4096 tokens, PSNR to exact attention's images is
-# 31 dB, against 20 dB with M64P16C8 (`eval/results/tolerance.md`).
-TRANSFORMER_SIZES = "M128P32C8E1024"
 
 
 class Other(NamedTuple):
@@ -43,7 +39,6 @@ class Host(ABC):
     Attributes:
         kind: the kind of model, in words.
         usual_batch: assumed images per call before the first one.
-        usual_sizes: default AVQ sizes.
         takes_codebooks: whether layers may have stored codewords and changed projections.
         is_of_diffusers: whether diffusers' attention backends apply to its models.
         has_prompts: whether a pipeline runs the model on prompts; else it takes `pixel_values`.
@@ -51,7 +46,6 @@ class Host(ABC):
 
     kind: str
     usual_batch = 2  # one image with classifier-free guidance
-    usual_sizes = "M64P16C8"
     takes_codebooks = False
     is_of_diffusers = True
     has_prompts = True
@@ -70,9 +64,8 @@ class Host(ABC):
         """The layers of a model in which AVQ may run, in module order."""
 
     def default_config(self, model: nn.Module) -> AVQConfig:
-        """The usual sizes at the model's finest level with self-attention."""
-        levels = [layer.level for layer in self.layers(model)]
-        return AVQConfig.parse(self.usual_sizes, levels=(min(levels, default=0),))
+        """`default_config` of its layers."""
+        return default_config(self.layers(model))
 
     def timestep_of(self, model: nn.Module) -> TimestepArgument | None:
         """The argument that tells a model the training timestep; None if nothing does."""

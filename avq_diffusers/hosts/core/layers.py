@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from avq_diffusers.codebook.tensor_files import check_names
-from avq_diffusers.config import LARGEST_COUNT, check_int, is_within
+from avq_diffusers.config import LARGEST_COUNT, AVQConfig, check_int, is_within
 
 # Wrappers inside a model hold the wrapped module under one of these names.
 COMPILED = "_orig_mod"
@@ -79,6 +79,13 @@ class Layer(LayerSpec):
 AnyLayer = TypeVar("AnyLayer", bound=LayerSpec)
 
 
+def default_config(layers: Sequence[LayerSpec]) -> AVQConfig:
+    """The default of a model with these layers: at the default's levels, or at its finest."""
+    config, present = AVQConfig(), {layer.level for layer in layers}
+    levels = present.intersection(config.levels) or {min(present, default=0)}
+    return config.changed(levels=tuple(levels))
+
+
 def chosen_layers(
     layers: Sequence[AnyLayer],
     levels: tuple[int, ...] | None,
@@ -88,15 +95,14 @@ def chosen_layers(
     """The layers at these levels that do not stay exact; arguments as in `select_layers`.
 
     Raises:
-        ValueError: a level has no layer, a name in `exact` matches none at these levels, no layer
-            is left, or an override matches none.
+        ValueError: no layer is at these levels, a name in `exact` matches none there, no layer is
+            left, or an override matches none.
     """
     present = sorted({layer.level for layer in layers})
     wanted = present if levels is None else levels
-    absent = [level for level in wanted if level not in present]
-    if absent:
+    if wanted and not {*wanted}.intersection(present):
         others = f"only at levels {_join(present)}" if present else "and none that AVQ serves"
-        raise ValueError(f"this model has no self-attention at level {_join(absent)}, {others}.")
+        raise ValueError(f"this model has no self-attention at level {_join(wanted)}, {others}.")
     layers = [layer for layer in layers if layer.level in wanted]
     place = f"of this model at the levels {_join(wanted)}"
     for name in exact:

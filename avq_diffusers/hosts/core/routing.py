@@ -6,6 +6,8 @@ time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` sh
 numbers. On other GPUs and on CPUs, calls narrow them down: a call of a size about which nothing is
 known is measured first, which takes seconds and shows progress. Results are cached in the user's
 cache folder, like the times that a tolerance chooses from.
+
+A call with a threshold counts as one of the paper's form with as many columns (`columns`).
 """
 
 import json
@@ -22,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from platformdirs import user_cache_path
-from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.config import Spec, check_int
@@ -63,21 +64,30 @@ class Workload:
     Attributes:
         batch_heads: batch times heads, rounded up by `next_power_of_two`.
         head_dim: D.
-        spec: options of the call.
+        spec: options of the call, without a threshold.
         dtype: dtype of the activations.
+        num_keys: keys that each query attends to beside codewords.
     """
 
     batch_heads: int
     head_dim: int
     spec: Spec
     dtype: torch.dtype
+    num_keys: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Codewords and keys that each query attends to."""
+        assert self.spec.columns is not None
+        return self.spec.columns + self.num_keys
 
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")
+        keys = f", {self.num_keys} keys" if self.num_keys else ""
         return (
             f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {self.spec.long_name}"
+            f"D{self.head_dim}, {self.spec.long_name}{keys}"
         )
 
 
@@ -115,20 +125,23 @@ class BreakEven(NamedTuple):
 
 
 NOTHING_KNOWN = BreakEven(NEVER, NEVER, 0, 0)
+NEVER_FASTER = BreakEven(NEVER, NEVER)
 
 
 class Trial(NamedTuple):
     """A layer's calls, for measuring on random tokens with the same kernels.
 
     Attributes:
-        attend: `LayerState.attend` in a call of the model.
+        attend: computes a call of the layer.
         shape: (B, N + T, H, D).
         num_tokens: N, the grid's tokens.
+        num_keys: how many of them are sinks, too.
     """
 
-    attend: Callable[..., Tensor]
+    attend: Callable[..., Any]
     shape: tuple[int, int, int, int]
     num_tokens: int
+    num_keys: int = 0
 
 
 class LayerRoute:
@@ -176,7 +189,7 @@ class LayerRoute:
         if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
             return learned
         found: BreakEven | None
-        if trial is not None and not _is_recorded(device):
+        if trial is not None and not is_recorded(device):
             found = break_even(workload, device, trial)
         else:
             found = known_break_even(workload, device)
@@ -185,10 +198,11 @@ class LayerRoute:
         return found
 
 
-def _is_recorded(device: torch.device) -> bool:
-    """Whether a CUDA graph, a trace or a mode, such as a counter's, would record a measurement."""
+def is_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph, a trace or a mode, such as a counter's, records what runs now."""
     return (
-        (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        device.type == "meta"
+        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
     )
@@ -261,7 +275,7 @@ def measure(
         }
 
 
-def _is_faster_on_cpu(avq: Callable[[], Tensor], exact: Callable[[], Tensor], share: float) -> bool:
+def _is_faster_on_cpu(avq: Callable[[], Any], exact: Callable[[], Any], share: float) -> bool:
     """Whether AVQ is no slower: the best of a few times each, in turns."""
     first = [_wall_milliseconds(attend) for attend in (avq, exact)]
     rounds = [first]
@@ -271,7 +285,7 @@ def _is_faster_on_cpu(avq: Callable[[], Tensor], exact: Callable[[], Tensor], sh
     return share * of_avq <= of_exact
 
 
-def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tensor]) -> float:
+def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Any]) -> float:
     """The time of a call in a CUDA graph, measured once and cached by GPU and name."""
     key = f"{device_name(device)}, {name}, ms"
     table = _table()
@@ -284,14 +298,14 @@ def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tens
 
 def _both_attentions(
     dtype: torch.dtype, device: torch.device, trial: Trial
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor], float]:
+) -> tuple[Callable[[], Any], Callable[[], Any], float]:
     """AVQ on random tokens, exact attention on some of their heads, and the share of these."""
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randn(3, *trial.shape, generator=generator, device=device, dtype=dtype)
     query, key, value = tokens.transpose(2, 3)
     batch, num_all, num_heads, _ = trial.shape
-    grid, beside = slice(trial.num_tokens), slice(trial.num_tokens, None)
-    has_sinks = num_all > trial.num_tokens
+    grid, beside = slice(trial.num_tokens), slice(trial.num_tokens - trial.num_keys, None)
+    has_sinks = num_all > beside.start
     avq = partial(
         trial.attend,
         query,
@@ -309,7 +323,7 @@ def _both_attentions(
     return avq, partial(F.scaled_dot_product_attention, *part), share
 
 
-def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
+def _eager_milliseconds(function: Callable[[], Any]) -> float:
     """The mean time of an eager call, in the best round."""
 
     def calls() -> None:
@@ -319,13 +333,13 @@ def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
     return _milliseconds(function, lambda: calls)
 
 
-def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
+def _compiled_milliseconds(function: Callable[[], Any]) -> float:
     """The mean time of a call in a CUDA graph, in the best round."""
     return _milliseconds(function, partial(_captured, function))
 
 
 def _milliseconds(
-    function: Callable[[], Tensor], make_calls: Callable[[], Callable[[], None]]
+    function: Callable[[], Any], make_calls: Callable[[], Callable[[], None]]
 ) -> float:
     """The mean time per call in the best round; for long calls, the best single time."""
     function()  # warms up and compiles
@@ -337,7 +351,7 @@ def _milliseconds(
     return min(_elapsed(calls) for _ in range(_ROUNDS)) / _CALLS
 
 
-def _captured(function: Callable[[], Tensor]) -> Callable[[], None]:
+def _captured(function: Callable[[], Any]) -> Callable[[], None]:
     """Calls in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     # The default capture stream belongs to the first GPU that captured.

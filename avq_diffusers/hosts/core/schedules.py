@@ -1,7 +1,6 @@
-"""What each layer runs, by timestep: a number of refined parents, or exact attention."""
+"""What each layer runs, by timestep: a threshold, refined parents, or exact attention."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -17,20 +16,33 @@ from avq_diffusers.hosts.core.state import LayerState
 from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
 
 EXACT = "exact"
-# Training timestep from which an entry holds, downwards -> number of parents, or `EXACT`.
-Schedule = Mapping[int, int | str]
+# What sets the resolution, and the numbers it may be.
+NUMBERS: dict[str, tuple[tuple[type, ...], str]] = {
+    "threshold": ((int, float), "a number"),
+    "num_refined": ((int,), "an int"),
+}
+# Training timestep from which an entry holds, downwards -> one of these numbers, or `EXACT`.
+Schedule = Mapping[int, float | str]
+Plan = Mapping[str, float | str | Schedule]
 # The same with all options; None is exact attention.
 SpecSchedule = Mapping[int, Spec | None]
 
 
 def planned_specs(
     states: Mapping[LayerSpec, LayerState],
-    num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
+    option: str,
+    value: float | str | Schedule | Plan,
     *,
     level: int | None,
     layer: str | None,
 ) -> dict[LayerState, SpecSchedule]:
-    """The options that `set_num_refined` sets, with its arguments and errors."""
+    """The options that `set_threshold` and `set_num_refined` set, with their arguments and errors.
+
+    Args:
+        states: the layers with AVQ.
+        option: one of `NUMBERS`.
+        value, level, layer: the arguments of the function of its name.
+    """
     names = ", ".join(found.name for found in states)
     chosen = {
         found: state
@@ -41,9 +53,9 @@ def planned_specs(
         raise ValueError(
             f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are {names}."
         )
-    is_plan = isinstance(num_refined, Mapping) and {type(key) for key in num_refined} == {str}
-    wanted: Any = num_refined if is_plan else {found.name: num_refined for found in chosen}
-    plan = {name: _schedule(wanted[name]) for name in sorted(wanted, key=len)}
+    is_plan = isinstance(value, Mapping) and {type(key) for key in value} == {str}
+    wanted: Any = value if is_plan else {found.name: value for found in chosen}
+    plan = {name: _schedule(option, wanted[name]) for name in sorted(wanted, key=len)}
     for name in plan:
         if not any(is_within(found.name, name) for found in chosen):
             names = ", ".join(found.name for found in chosen)
@@ -52,15 +64,16 @@ def planned_specs(
     for found, state in chosen.items():
         most = state.config.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
-            for count in schedule.values():
-                if count is not None and not 0 <= count <= most:
+            for number in schedule.values():
+                is_refined = option == "num_refined" and number is not None
+                if is_refined and not 0 <= number <= most:
                     raise ValueError(
                         f"num_refined must be between 0 and {most} in {found.name}, but got "
-                        f"{count}."
+                        f"{number}."
                     )
             schedules[state] = {
-                start: None if count is None else replace(state.config.spec, num_refined=count)
-                for start, count in schedule.items()
+                start: None if number is None else state.config.spec.changed(**{option: number})
+                for start, number in schedule.items()
             }
     return schedules
 
@@ -121,7 +134,7 @@ class Scheduler:
     def pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_exporting():
             raise NotImplementedError(
-                "an exported program cannot follow a schedule; set one number of parents."
+                "an exported program cannot follow a schedule; set one number for all timesteps."
             )
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
@@ -129,28 +142,25 @@ class Scheduler:
                 state.spec.set(at_timestep(schedule, timestep))
 
 
-def _schedule(num_refined: int | str | Schedule) -> dict[int, int | None]:
+def _schedule(option: str, value: float | str | Schedule) -> dict[int, Any]:
     """A schedule from 1000 down, without repeated entries; None is exact."""
-    if not isinstance(num_refined, Mapping):
-        num_refined = {NUM_TRAIN_TIMESTEPS: num_refined}
-    for count in num_refined.values():
-        if count != EXACT and (not isinstance(count, int) or isinstance(count, bool)):
+    schedule = value if isinstance(value, Mapping) else {NUM_TRAIN_TIMESTEPS: value}
+    kind, words = NUMBERS[option]
+    for number in schedule.values():
+        if number != EXACT and (not isinstance(number, kind) or isinstance(number, bool)):
             raise TypeError(
-                f"num_refined must be an int or 'exact', but got {type(count).__name__}."
+                f"{option} must be {words} or 'exact', but got {type(number).__name__}."
             )
-    for timestep in num_refined:
+    for timestep in schedule:
         if not isinstance(timestep, int):
             raise TypeError(
                 f"a schedule must have ints as timesteps, but got {type(timestep).__name__}."
             )
-    if max(num_refined, default=None) != NUM_TRAIN_TIMESTEPS or min(num_refined) < 0:
+    if max(schedule, default=None) != NUM_TRAIN_TIMESTEPS or min(schedule) < 0:
         raise ValueError(
             f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and have none below 0, such "
-            f"as {{1000: 8, 400: 16}}, but got {dict(num_refined)}."
+            f"as {{1000: 8, 400: 16}}, but got {dict(schedule)}."
         )
-    counts = {
-        timestep: count if isinstance(count, int) else None
-        for timestep, count in num_refined.items()
-    }
-    parts = groupby(sorted(counts, reverse=True), key=counts.__getitem__)
-    return {next(timesteps): count for count, timesteps in parts}
+    numbers = {start: None if x == EXACT else x for start, x in schedule.items()}
+    parts = groupby(sorted(numbers, reverse=True), key=numbers.__getitem__)
+    return {next(timesteps): number for number, timesteps in parts}

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from avq_diffusers.config import AVQConfig
@@ -44,8 +44,8 @@ def check_source(source: Any) -> None:
     """
     if not isinstance(source, StoredSource | AVQConfig | str | None):
         raise TypeError(
-            f"expected AVQCodebooks, an AVQConfig, a string such as 'M64P16C8' or nothing, but got "
-            f"{type(source).__name__}."
+            f"expected AVQCodebooks, an AVQConfig, a string such as 'M64C8T1e-4' or nothing, but "
+            f"got {type(source).__name__}."
         )
 
 
@@ -72,7 +72,7 @@ def resolved_source(
         return source
     if isinstance(source, str):
         source = AVQConfig.parse(source, levels=default.levels)
-    return replace(source or default, **config_fields)
+    return (source or default).changed(**config_fields)
 
 
 def check_known(

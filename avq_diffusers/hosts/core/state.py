@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
+from avq_diffusers.hosts.core.columns import Needed, with_columns
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec, Replaced
 from avq_diffusers.hosts.core.routing import (
+    NEVER_FASTER,
     BreakEven,
     LayerRoute,
     Trial,
     Workload,
+    is_recorded,
     next_power_of_two,
 )
 from avq_diffusers.hosts.core.weights import LayerWeights
@@ -38,8 +42,8 @@ _DISABLING = threading.Lock()
 Value = TypeVar("Value")
 # Height and width, preceded by frames for videos; or why there is no single grid.
 Grid: TypeAlias = tuple[int, ...] | str
-# Computes a call; returns the output and the name of the backend. `attend` is one.
-AttentionFunction: TypeAlias = Callable[[Tensors, Spec, str], tuple[Tensor, str]]
+# Computes a call. `attend` is one.
+AttentionFunction: TypeAlias = Callable[[Tensors, Spec, str], Attended]
 
 
 class Tokens(NamedTuple):
@@ -135,6 +139,8 @@ class LayerState(Replaced):
             Calls in compiled code are not counted.
         last_call: the kind of the last call.
         last_backend: the backend of the last AVQ call.
+        shown: `Attended.shown` of the last AVQ call outside compiled code and CUDA graphs.
+        needed: the columns that calls with a threshold need.
         function: computes attention in measurements and training; None is AVQ.
         bypassed_by: the processor class that computed the last call's attention out of AVQ's sight;
             None if none did.
@@ -165,6 +171,8 @@ class LayerState(Replaced):
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None
+        self.shown: Tensor | None = None
+        self.needed = Needed()
         self.function: AttentionFunction | None = None
         self.bypassed_by: type | None = None
         self.usual_backend: AttentionBackendName | None = None
@@ -178,6 +186,7 @@ class LayerState(Replaced):
         # A new object: threads hold values of the old one.
         self.spec = PerThread(spec)
         self.calls, self.last_call = Counter(), None
+        self.shown, self.needed = None, Needed()
         self.allocation = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, num_tokens: int) -> None:
@@ -205,11 +214,8 @@ class LayerState(Replaced):
         call = Call(order, chosen, exact_because, _backward(), num_beside, beside_first)
         self.call.set(call)
         self.weights.move_to(device, dtype)
-        if spec is not None and self.route.is_open(device):
-            batch = int(hidden_states.shape[0])
-            workload = self.workload(batch, hidden_states.dtype, device, chosen)
-            trial = None if torch.compiler.is_compiling() else self._trial(call, batch)
-            self.call.set(call._replace(break_even=self.route.learn(workload, device, trial)))
+        if exact_because is None and self.route.is_open(device):
+            self.call.set(call._replace(break_even=self._break_even(call, hidden_states)))
 
     def enter_without_grid(self, exact_because: str) -> None:
         """Begin a call whose grid is unknown, or not yet known."""
@@ -294,18 +300,37 @@ class LayerState(Replaced):
             return "faster"
         return None
 
-    def _trial(self, call: Call, batch: int) -> Trial | None:
-        """A trial of the current call; None if it cannot run AVQ, or has unusual settings."""
-        is_usual = self.function is None and self.backend == "auto"
-        if not is_usual or call.exact_because or call.query_order is None:
-            return None
+    def _break_even(self, call: Call, hidden_states: Tensor) -> BreakEven | None:
+        """The numbers of tokens from which AVQ is faster in a call on a grid; None if unknown."""
+        assert call.query_order is not None
+        device, num_tokens = hidden_states.device, call.query_order.shape[0]
+        is_compiled = torch.compiler.is_compiling()
+        if call.spec.threshold is not None and not is_compiled:
+            kind = call.spec, num_tokens
+            if self.needed.kind != kind:
+                self.needed = Needed(kind)
+                return None
+            if self.shown is not None and not is_recorded(device):
+                self.needed.read(self.shown)
+        batch = int(hidden_states.shape[0])
+        workload = self.workload(batch, hidden_states.dtype, device, call.spec)
+        if workload.columns >= num_tokens:
+            return NEVER_FASTER
+        trial = None if is_compiled else self._trial(call, workload, batch)
+        return self.route.learn(workload, device, trial)
+
+    def _trial(self, call: Call, workload: Workload, batch: int) -> Trial | None:
+        """A trial of the workload; None if the call cannot run AVQ, or has unusual settings."""
+        assert call.query_order is not None
         num_tokens = call.query_order.shape[0]
-        if not self._has_keys_for(call.spec, num_tokens):
+        is_usual = self.function is None and self.backend == "auto"
+        if not is_usual or not self._has_keys_for(call.spec, num_tokens):
             return None
         # Kernels are the same for one token as for all that a layer's sequence may have.
         num_beside = 1 if call.num_beside == REST else call.num_beside
         shape = batch, num_tokens + num_beside, self.num_heads, self.head_dim
-        return Trial(self.attend, shape, num_tokens)
+        attend = partial(self._attended, call._replace(spec=workload.spec))
+        return Trial(attend, shape, num_tokens, workload.num_keys)
 
     def _has_keys_for(self, spec: Spec, num_tokens: int) -> bool:
         """Whether this many tokens are enough to take the codewords from."""
@@ -315,28 +340,27 @@ class LayerState(Replaced):
     def workload(
         self, batch: int, dtype: torch.dtype, device: torch.device, spec: Spec
     ) -> Workload:
-        """The workload for a batch of tokens."""
+        """The workload for a batch of tokens; with a threshold, that of the columns needed."""
+        num_keys = 0
+        if spec.threshold is not None:
+            spec, num_keys = with_columns(spec, self.needed.columns)
         return Workload(
             batch_heads=next_power_of_two(batch * self.num_heads),
             head_dim=self.head_dim,
             spec=spec,
             dtype=_autocast_dtype(device.type) or dtype,
+            num_keys=num_keys,
         )
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sink_key: Tensor | None = None,
-        sink_value: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """AVQ attention for the current call, like `avq_attention`.
 
         `query` has the grid's N tokens, or N + T with a text's; the output is a view of (B, N, H,
         D) or (B, N + T, H, D) memory.
+
+        Args:
+            query, key, value: as in `avq_attention`.
+            **options: `sink_key`, `sink_value` and `scale`.
 
         Raises:
             NotImplementedError: ONNX exports the model.
@@ -347,22 +371,22 @@ class LayerState(Replaced):
             )
         call = self.call.get()
         assert call is not None
-        assert call.query_order is not None
-        tensors = Tensors.of(
-            query,
-            key,
-            value,
-            self.weights.codebook,
-            sink_key=sink_key,
-            sink_value=sink_value,
-            scale=scale,
-            **orders(call.query_order, query, key, text_first=call.beside_first),
-        )
-        function = attend if self.function is None else self.function
-        output, backend = function(tensors, call.spec, self.backend)
+        attended = self._attended(call, query, key, value, **options)
         if not torch.compiler.is_compiling():
-            self.last_backend = backend
-        return output
+            self.last_backend = attended.backend
+            if not is_recorded(query.device):
+                self.shown = attended.shown
+                self.needed.num_calls += 1
+        return attended.output
+
+    def _attended(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Attended:
+        assert call.query_order is not None
+        placed = orders(call.query_order, query, key, text_first=call.beside_first)
+        tensors = Tensors.of(query, key, value, self.weights.codebook, **options, **placed)
+        function = attend if self.function is None else self.function
+        return function(tensors, call.spec, self.backend)
 
     def refuse_replica(self, module: nn.Module) -> None:
         """Refuse an `nn.DataParallel` replica of the module that begins the layer's calls.

@@ -140,23 +140,6 @@ def rounded_up(timestep: float) -> float:
     return 1.008 * timestep + 4
 
 
-def step_weight(scheduler: Any, timestep: float) -> float:
-    """Approximate weight of a call's squared error in the image's squared error.
-
-    With flow matching, a step moves latents by the difference of two noise levels times the output;
-    for other models, see `sampling_weights`. 1 for samplers with zero terminal SNR.
-    """
-    alphas_cumprod = getattr(scheduler, "alphas_cumprod", None)
-    if alphas_cumprod is None or getattr(scheduler.config, "use_flow_sigmas", False):
-        step = int((scheduler.timesteps - timestep).abs().argmin())
-        return float(scheduler.sigmas[step] - scheduler.sigmas[step + 1]) ** 2
-    if not alphas_cumprod.all():
-        return 1.0
-    num_steps = len(scheduler.timesteps.unique())
-    weights = sampling_weights(alphas_cumprod.double(), num_steps)
-    return float(weights[min(int(timestep), len(weights) - 1)])
-
-
 def are_training_timesteps(values: Sequence[float]) -> bool:
     """Whether a sampler's timesteps fall from 1000 to 0."""
     # Judged by the largest: training timesteps may end in fractions below 1.

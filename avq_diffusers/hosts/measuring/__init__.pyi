@@ -1,8 +1,8 @@
+from .allocation import Allocation
 from .kept_profiles import KeptProfile
 from .measurement import measure_error, output_errors
 from .profile import (
     SHOWN_TOLERANCES,
-    Allocation,
     ErrorProfile,
     checked_tolerance,
     chosen_specs,

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ PATIENCE = 5.0
 # Numbers per partial checksum.
 _CHUNK = 1 << 20
 # What every module has; its tensors, children and hooks are read separately.
-_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, range)
 
 
@@ -54,20 +53,19 @@ class KeptProfile:
             if name != "progress" and not getattr(value, "only_watches", False)
         }
         parts = {"": pipe} if isinstance(pipe, nn.Module) else vars(pipe)
+        scheduler = getattr(pipe, "scheduler", None)
+        settings = getattr(scheduler, "config", {}).items()
+        noise = {name: value for name, value in settings if not name.startswith("_")}
         with suppress(_UnknownContentError), ExitStack() as stack:
             for hosted in models:
                 stack.enter_context(installed(hosted, {}))
-            scheduler = getattr(pipe, "scheduler", None)
-            facts = [
-                *(repr(config), _device_name(pipe, models), _digest(given)),
-                *(type(scheduler).__qualname__, _digest(_settings(scheduler))),
-                *(
-                    f"{name} {_of_module(part)}"
-                    for name, part in sorted(parts.items())
-                    if isinstance(part, nn.Module)
-                ),
+            modules = [
+                (name, _of_module(part))
+                for name, part in sorted(parts.items())
+                if isinstance(part, nn.Module)
             ]
-            self.name = _digest(facts)
+            sampler = type(scheduler).__qualname__, noise
+            self.name = _digest([repr(config), _device(pipe, models), given, sampler, modules])
 
     def load(self, examples: Any = None) -> ErrorProfile | None:
         """The profile measured on these examples, or without examples the model's latest one.
@@ -79,7 +77,7 @@ class KeptProfile:
         try:
             measured_on = "*" if examples is None else _digest(examples)
             found = self.folder.glob(f"{self.name}-{measured_on}.json")
-            return ErrorProfile.load(max(found, key=_modified))
+            return ErrorProfile.load(max(found, key=lambda path: path.stat().st_mtime_ns))
         except (OSError, ValueError):
             return None
 
@@ -87,29 +85,18 @@ class KeptProfile:
         """Cache a profile, unless the folder is not writable or another process keeps it locked."""
         if self.name is None:
             return
-        try:
+        with suppress(OSError, _UnknownContentError):
             path = self.folder / f"{self.name}-{_digest(examples)}.json"
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / "profiles.lock", timeout=PATIENCE):
                 profile.save(path)
-        except (OSError, _UnknownContentError):
-            return
 
 
 class _UnknownContentError(ValueError):
     """The contents of an object cannot be read."""
 
 
-def _modified(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
-def _settings(scheduler: Any) -> dict[str, Any]:
-    config = getattr(scheduler, "config", {})
-    return {name: value for name, value in config.items() if not name.startswith("_")}
-
-
-def _device_name(pipe: Any, models: Sequence[Hosted]) -> str:
+def _device(pipe: Any, models: Sequence[Hosted]) -> str:
     """Where the pipeline runs, even if its weights wait elsewhere between calls."""
     device = getattr(pipe, "_execution_device", None)
     if device is None:
@@ -130,10 +117,9 @@ def _of_module(root: nn.Module) -> str:
             raise _UnknownContentError
         facts += [name, type(module).__module__, type(module).__qualname__]
         for key, value in sorted(vars(module).items()):
-            if key not in _OF_MODULES or key == "training":
+            if key not in _OF_MODULES:
                 facts += [key, _of_setting(value)]
-        tensors = {**module._parameters, **module._buffers}
-        facts += [(key, _of_tensor(value)) for key, value in tensors.items() if value is not None]
+        facts.append({**module._parameters, **module._buffers})
     return _digest(facts)
 
 

@@ -24,17 +24,13 @@ class Progress:
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[int]], shown: Shown) -> None:
-        self.name = name
-        self.shown = shown
+        self.name, self.shown = name, shown
         ends = [*accumulate((calls for steps in runs for calls in steps), initial=0)]
         self.total = ends[-1]
         firsts = accumulate(map(len, runs), initial=0)
         # Calls done before each step of a run, and after its last.
-        self.bounds = [
-            ends[first : first + len(steps) + 1] for first, steps in zip(firsts, runs, strict=False)
-        ]
-        self.done = 0
-        self.run = 0
+        self.bounds = [ends[x : x + len(steps) + 1] for x, steps in zip(firsts, runs, strict=False)]
+        self.done = self.run = 0
         self.limit = 0  # at the end of the current step
 
     @contextmanager
@@ -52,10 +48,7 @@ class Progress:
         self.begin_step(0)
 
     def begin_step(self, done: int, left: int | None = None) -> None:
-        """Enter a step of the current run, after `done` others and with `left` to do.
-
-        None is as many as planned.
-        """
+        """Enter a step of the run, after `done` others and with `left` to do, None as planned."""
         bounds = self.bounds[self.run]
         planned = len(bounds) - 1
         steps = done + (max(1, planned - done) if left is None else left)
@@ -66,14 +59,9 @@ class Progress:
         """Note that a model call is done."""
         self._reach(min(self.done + 1, self.limit))
 
-    def note(self, text: str) -> None:
-        """Say beside the bar what takes long."""
-        self.bar.set_postfix_str(text)
-
     def _reach(self, calls: int) -> None:
-        if calls <= self.done:
-            return
-        self.bar.update(calls - self.done)
-        self.done = calls
-        if callable(self.shown):
-            self.shown(self.name, calls, self.total)
+        if calls > self.done:
+            self.bar.update(calls - self.done)
+            self.done = calls
+            if callable(self.shown):
+                self.shown(self.name, calls, self.total)

@@ -35,7 +35,6 @@ from avq_diffusers.hosts.core import (
     AVQ_CALL,
     REST,
     TIMESTEP,
-    TRANSFORMER_SIZES,
     Host,
     Layer,
     LayerState,
@@ -231,6 +230,7 @@ def _attend(
         scale,
         None if exact is None else exact.value,
         call.spec.numbers,
+        call.spec.threshold,
         state.backend,
     )
 
@@ -289,7 +289,6 @@ class DispatchHost(Host):
     """
 
     kind = "transformer"
-    usual_sizes = TRANSFORMER_SIZES
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
@@ -402,7 +401,6 @@ class AddedHost(DispatchHost):
     """
 
     kind = "UNet"
-    usual_sizes = Host.usual_sizes  # the UNet defaults
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)

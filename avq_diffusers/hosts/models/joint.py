@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from avq_diffusers.hosts.core import (
     ATTRIBUTE,
     AVQ_CALL,
-    TRANSFORMER_SIZES,
     Host,
     Layer,
     LayerState,
@@ -111,7 +110,6 @@ class JointHost(Host):
     """The joint attention and the image-only attention of SD3's blocks."""
 
     kind = "transformer"
-    usual_sizes = TRANSFORMER_SIZES
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)

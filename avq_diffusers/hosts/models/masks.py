@@ -85,7 +85,8 @@ def joint_attention(
     "avq_diffusers::masked_attention",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor order, SymInt start, "
-    "SymInt stop, float? scale, str? exact_backend, SymInt[] numbers, str backend) -> Tensor",
+    "SymInt stop, float? scale, str? exact_backend, SymInt[] numbers, "
+    "float? threshold, str backend) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def masked_attention(
@@ -99,6 +100,7 @@ def masked_attention(
     scale: float | None,
     exact_backend: str | None,
     numbers: Sequence[int],
+    threshold: float | None,
     backend: str,
 ) -> Tensor:
     """Masked attention for compiled code, which cannot read a mask itself, without gradients.
@@ -110,7 +112,7 @@ def masked_attention(
         start, stop: bounds of the grid's keys.
         scale: as in `avq_attention`.
         exact_backend: diffusers' backend for exact attention; None is the active one.
-        numbers: those of the call's `Spec`.
+        numbers, threshold: those of the call's `Spec`.
         backend: as in `avq_attention`.
 
     Returns:
@@ -120,7 +122,7 @@ def masked_attention(
     def attend_grid(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
         of_call = orders(order, query, key, text_first=start > 0)
         tensors = Tensors.of(query, key, value, **others, **of_call)
-        return attend(tensors, Spec.of_numbers(numbers), backend)[0]
+        return attend(tensors, Spec.of_numbers(numbers, threshold), backend).output
 
     grid = slice(start, stop)
     # Compiled code reuses the memory of old masks for new ones.
@@ -140,7 +142,7 @@ def _(query: Tensor, *others: Any) -> Tensor:
 @register_flop_formula(masked_attention._opoverload.overloadpacket)
 def _(query: Any, key: Any, value: Any, *others: Any, **settings: Any) -> int:
     (batch, queries, heads, dim), (start, stop) = query, others[2:4]
-    spec, shape = Spec.of_numbers(others[-2]), (batch, heads, queries, dim)
+    spec, shape = Spec.of_numbers(*others[-3:-1]), (batch, heads, queries, dim)
     return forward_flops(shape, stop - start, key[1] - (stop - start), spec)
 
 

@@ -148,15 +148,15 @@ def select_layers(
 
     Args:
         model: a UNet, ControlNet or transformer of diffusers, or a vision model of transformers.
-        levels: UNet levels to choose, 0 being the highest resolution; None chooses all. Other
-            models only have level 0.
+        levels: UNet levels to choose, 0 being the highest resolution, of those with self-attention;
+            None chooses all. Other models only have level 0.
         exact: names of layers to leave out, or of modules to leave out with all their layers.
         overrides: keys of `AVQConfig.overrides`; each must match a chosen layer.
 
     Raises:
         TypeError: `model` has no such layers.
-        ValueError: a level has no self-attention, a name in `exact` matches no layer at these
-            levels, no layer is left, or an override matches none.
+        ValueError: no self-attention is at these levels, a name in `exact` matches no layer there,
+            no layer is left, or an override matches none.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model, but got {type(model).__name__}.")

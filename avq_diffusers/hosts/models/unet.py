@@ -55,6 +55,7 @@ from avq_diffusers.hosts.core import (
     all_or_nothing,
     check_known,
     check_route,
+    default_config,
     install,
     make_states,
     own_name,
@@ -93,8 +94,6 @@ UNPREPARED = (
 )
 NO_LAYERS = "AVQ runs in the self-attention of a UNet's spatial transformers, but this {} has none."
 OTHER_SCORES = "get_attention_scores is replaced"
-# Levels of a processor without a configuration.
-PROCESSOR_LEVELS = (0, 1)
 
 
 class Previous(NamedTuple):
@@ -135,13 +134,13 @@ class AVQProcessor(AttnProcessor2_0):
     acts on attention scores.
 
     Args:
-        source: `AVQCodebooks`, or an `AVQConfig` or its string, such as `"M64P16C8"`, for codewords
-            from the keys of each call. None is M64P16C8.
+        source: `AVQCodebooks`, or an `AVQConfig` or its string, such as `"M64C8T1e-4"`, which is
+            the default, for codewords from the keys of each call.
         unet: prepare this UNet now, keeping its processors for the calls that AVQ does not serve.
             IP-Adapter's scale setter then no longer finds its own processors; `apply_avq` leaves
             them in place.
         backend, route: as in `apply_avq`.
-        **config_fields: fields of `AVQConfig`, such as `num_refined=8`. The levels are 0 and 1
+        **config_fields: fields of `AVQConfig`, such as `threshold=1e-3`. The levels are 0 and 1
             unless `levels` or an `AVQConfig` names others.
 
     Raises:
@@ -189,7 +188,7 @@ class AVQProcessor(AttnProcessor2_0):
 
     def source_for(self, layers: Sequence[Layer]) -> AVQSource:
         """Codebooks, or the configuration for a UNet with these layers."""
-        return resolved_source(self.source, self.config_fields, _processor_config(layers))
+        return resolved_source(self.source, self.config_fields, default_config(layers))
 
     def make_states(self, layers: Sequence[Layer]) -> dict[Layer, LayerState]:
         """New states for those of a UNet's layers that the source chooses."""
@@ -494,13 +493,6 @@ def _before_any_module(module: nn.Module, args: Any) -> None:
         # Preparing breaks a graph: UNets that need none compile into one.
         if not torch.compiler.is_compiling() or any(map(_is_unprepared, _attentions_of(model))):
             _prepare_outside_graphs(model)
-
-
-def _processor_config(layers: Sequence[Layer]) -> AVQConfig:
-    """The default of a processor: the usual sizes at levels 0 and 1, or at the finest level."""
-    present = {layer.level for layer in layers}
-    levels = tuple(level for level in PROCESSOR_LEVELS if level in present) or (min(present),)
-    return AVQConfig.parse(UNET.usual_sizes, levels=levels)
 
 
 _PROCESSOR = AVQProcessor()

@@ -50,11 +50,11 @@ def test_agrees_with_the_definition(dtype, num_refined):
         assert error <= 2 * of_exact + 4 * torch.finfo(dtype).eps
 
 
-def test_all_keys_exact_is_exact_attention():
+def test_a_threshold_of_0_is_exact_attention():
     query, key, value = tokens(torch.float32)
     exact = F.scaled_dot_product_attention(query, key, value)
-    found = avq.avq_attention(query, key, value, num_refined=4, exact_keys=384, **SIZES)
-    coarse = avq.avq_attention(query, key, value, num_refined=4, **SIZES)
+    found = avq.avq_attention(query, key, value, threshold=0, **SIZES)
+    coarse = avq.avq_attention(query, key, value, threshold=0.1, **SIZES)
     assert (found - exact).norm() < 1e-5 * exact.norm() < (coarse - exact).norm()
 
 

@@ -1,0 +1,55 @@
+"""The columns that a layer with a threshold needs: its time depends on them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from avq_diffusers.config import Spec
+from avq_diffusers.hosts.core.routing import next_power_of_two
+
+USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
+
+
+def with_columns(spec: Spec, columns: int) -> tuple[Spec, int]:
+    """Options of the paper's form, and a number of keys, that show about as many columns.
+
+    Rounded up to two binary digits, so that few calls are measured.
+
+    Args:
+        spec: options with a threshold.
+        columns: codewords and keys that a query tile attends to.
+    """
+    further = max(0, columns - spec.num_parents)
+    refined = min(spec.most_refined, _rounded_up(-(-further // max(1, spec.num_children))))
+    num_keys = _rounded_up(max(0, further - refined * spec.num_children))
+    return spec.changed(num_refined=refined), num_keys
+
+
+def _rounded_up(number: int) -> int:
+    step = max(1, next_power_of_two(number) // 4)
+    return -(-number // step) * step
+
+
+@dataclass
+class Needed:
+    """The columns that a layer needs in calls of one kind, read rarely: that waits for the GPU.
+
+    Attributes:
+        kind: options and number of tokens.
+        columns: codewords and keys of a query tile, on average, at the last reading.
+        num_calls: calls so far.
+        num_read: how many there were at the last reading.
+    """
+
+    kind: tuple[Spec, int] | None = None
+    columns: int = USUAL_COLUMNS
+    num_calls: int = 0
+    num_read: int = 0
+
+    def read(self, shown: Tensor) -> None:
+        """Read `Attended.shown` of the last call, if it was the first or they doubled since."""
+        if self.num_calls >= max(1, 2 * self.num_read):
+            self.columns = math.ceil(shown.sum(dim=-1, dtype=torch.float32).mean().item())
+            self.num_read = self.num_calls
