@@ -272,6 +272,7 @@ def stage_times(run: Callable[[int], Any], num_sets: int) -> Row:
         torch.cuda.synchronize()
     stages = {"precompute_ms": 0.0, "attention_ms": 0.0}
     for kernel in profiler.key_averages():
-        stage = "attention_ms" if kernel.key.startswith("attention_kernel") else "precompute_ms"
+        is_attention = kernel.key.startswith(("select_kernel", "attend_kernel"))
+        stage = "attention_ms" if is_attention else "precompute_ms"
         stages[stage] += kernel.device_time_total / 1e3 / PROFILED_CALLS
     return stages

@@ -1,6 +1,5 @@
 """The unfused baseline: flat VQ aggregated in PyTorch, attention with our kernel."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -55,7 +54,7 @@ def flat_kernel(
     config: AVQConfig, codebook: Codebook, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The same with our kernel."""
-    from avq_diffusers.attention.triton.attention import attention_launch
+    from avq_diffusers.attention.triton.attention import attention_launches
     from avq_diffusers.attention.triton.launch import Memory, Plan, Pointer, addresses_of
     from avq_diffusers.attention.triton.precompute import precompute_launches
     from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
@@ -68,23 +67,26 @@ def flat_kernel(
         tensors = readable(Tensors.of(query, query, query, scale=scale))
         problem = Problem.of(tensors, stored, None, spec)
         place = len(Given._fields)
-        memory, given = Memory(place + 2), problem.pointers()
+        memory, given = Memory(place + 3), problem.pointers()
         first = precompute_launches(problem, given, memory)
+        cells = first.arguments["CELLS"]
         # The kernel's rows: every parent, padding, then what stays with parents, unused here.
-        rows, width = first.cells.ROWS, first.cells.VALUE_WIDTH
+        rows, width = cells.ROWS, cells.VALUE_WIDTH
         means = F.pad(means.to(dtype), (0, width - means.shape[3]), value=1.0)
         means = F.pad(means, (0, 0, 0, rows - means.shape[2])).contiguous()
-        num_counts = rows - first.cells.PARENT_ROWS
-        log_counts = F.pad(counts.log2(), (0, num_counts - counts.shape[2]), value=-math.inf)
-        log_counts = log_counts.contiguous()
+        counts = F.pad(counts, (0, rows - counts.shape[2])).contiguous()
+        numbers = means, counts.int(), counts.log2()
         own = {
             "mean_values": Pointer(place, dtype),
-            "log_counts": Pointer(place + 1, torch.float32),
+            "counts": Pointer(place + 1, torch.int32),
+            "log_counts": Pointer(place + 2, torch.float32),
         }
-        first = first._replace(tables=first.tables._replace(**own))
-        plan = Plan(memory, [attention_launch(problem, given, first, memory)])
+        own_tables = first.arguments["tables"]._replace(**own)
+        first = first._replace(arguments=first.arguments | {"tables": own_tables})
+        plan = Plan(memory, attention_launches(problem, given, first, memory))
         output = torch.empty_like(query.transpose(1, 2).contiguous())
-        addresses = *given_by(tensors, stored, None, output), *addresses_of(means, log_counts)
+        shown = query.new_empty((*query.shape[:2], problem.num_tiles, 2), dtype=torch.int32)
+        addresses = *given_by(tensors, stored, None, output, shown), *addresses_of(*numbers)
         plan.run(addresses, query.device)
         return output.transpose(1, 2)
 

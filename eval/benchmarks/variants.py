@@ -35,6 +35,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
 }
 # Most kibibytes of shared memory per program.
 MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -216,11 +217,13 @@ def costs(compiled: triton.compiler.CompiledKernel) -> Row:
     }
 
 
-def _kind_of(value: Pointer | int | None) -> str:
+def _kind_of(value: Pointer | float | None) -> str:
     """An argument's type in the compiler's notation."""
     if value is None:
         return "*u8"
-    return POINTERS[value.dtype] if isinstance(value, Pointer) else "i32"
+    if isinstance(value, Pointer):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 def _leaves(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -27,6 +27,7 @@ from triton import knobs
 
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import limits, packing, reference
+from avq_diffusers.attention.schema import arguments_of
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.triton import (
     attention,
@@ -38,7 +39,9 @@ from avq_diffusers.attention.triton import (
     tuning,
     updates,
 )
+from avq_diffusers.attention.triton import problem as launch_problem
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
+from avq_diffusers.attention.triton.problem import Layout
 from avq_diffusers.attention.triton.tuning import AttentionTiling
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
@@ -54,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 def drawn(seed: int = 0, **fixed: object) -> Problem:
     """A random problem; `fixed` says what differs from this."""
     sizes = {"batch": 1, "heads": 1, "queries": 40, "keys": 50, "head_dim": 40, "num_sinks": 0}
-    sizes |= {"num_parents": 12, "num_children": 4, "num_refined": 3, "exact_keys": 0}
+    sizes |= {"num_parents": 12, "num_children": 4, "num_refined": 3, "threshold": None}
     sizes |= {"query_tile": 32, "num_updates": 0, "has_codebook": False, "codewords": "means"}
     sizes |= {"kind": "clustered", "scale": None, "dtype": FP16, "query_order": torch.int64}
     return draw_problem(Random(seed), backend="triton", device=DEVICE, **sizes | fixed)
@@ -70,27 +73,25 @@ def spoiled(problem: Problem, **tokens: Tensor) -> Problem:
     return replace(problem, tokens=problem.tokens | tokens)
 
 
+TILINGS = {
+    "attention": (attention, "attention_tiling"),
+    "select": (attention, "select_tiling"),
+    "precompute": (precompute, "precompute_tiling"),
+    "gradients": (gradients, "gradient_tiling"),
+}
+
+
 @pytest.fixture
 def use(monkeypatch):
-    """Sets the tilings of the kernels."""
+    """Changes the tilings of the kernels; that of the attention also where gradients repeat it."""
     plans = call._plan, gradients._plan
 
-    def use(of_attention: AttentionTiling | None = None, **of_precompute: object) -> None:
-        if of_attention is not None:
-            monkeypatch.setattr(attention, "attention_tiling", lambda problem: of_attention)
-            of_gradients = gradients.gradient_tiling
-            choice = replace(of_attention, rest_dims=0)
+    def use(**changes: dict[str, object]) -> None:
+        for name, of_kernel in changes.items():
+            module, function = TILINGS[name]
+            tiling = getattr(tuning, function)
             monkeypatch.setattr(
-                gradients,
-                "gradient_tiling",
-                lambda problem: replace(of_gradients(problem), choice=choice),
-            )
-        if of_precompute:
-            tiling = tuning.precompute_tiling
-            monkeypatch.setattr(
-                precompute,
-                "precompute_tiling",
-                lambda problem: replace(tiling(problem), **of_precompute),
+                module, function, lambda x, f=tiling, y=of_kernel: replace(f(x), **y)
             )
         for plan in plans:
             plan.cache_clear()
@@ -124,20 +125,31 @@ def test_a_direct_launch_is_the_one_at_the_end_of_triton_s_own():
     assert calls[1] == (*handles, metadata, enter, knobs.runtime.launch_exit_hook, 8)
 
 
-@pytest.mark.parametrize(
-    ("parent_block", "running_max", "refined"),
-    [(16, False, 3), (16, True, 0), (64, False, 0), (64, True, 16)],  # every pair
-)
-def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, refined, use):
-    use(AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
-    check(drawn(num_parents=20, num_refined=refined))
+RESOLUTIONS = [*({"num_refined": x} for x in (0, 3, 20)), {"threshold": 0.01}]
 
 
-@pytest.mark.parametrize(("head_dim", "refined"), [(72, 3), (88, 0)])
-def test_columns_in_two_blocks_give_the_same(head_dim, refined, use):
-    use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_dims=32))
-    shape = {"head_dim": head_dim, "num_parents": 20 if refined else 12, "num_sinks": 5}
-    check(drawn(**shape, num_refined=refined, exact_keys=9))
+@pytest.mark.parametrize("resolution", RESOLUTIONS, ids=str)
+@pytest.mark.parametrize("columns", [16, 64])
+def test_any_blocks_choose_and_attend_to_the_same(columns, resolution, use):
+    of_attention = {"codewords": columns, "keys": columns, "leaves": columns, "num_warps": 1}
+    use(attention=of_attention, select={"rows": columns})
+    check(drawn(num_parents=20, num_sinks=17, **resolution))
+
+
+@pytest.mark.parametrize("resolution", RESOLUTIONS[::3], ids=str)
+@pytest.mark.parametrize("columns", [16, 64])
+def test_any_blocks_have_the_same_gradients(columns, resolution, use):
+    """Catches rows, keys and tiles of the last block that are not there."""
+    of_queries = AttentionTiling(1, 1, columns, columns, leaves=columns)
+    of_columns = {"rows": columns, "keys": columns, "tiles": 2 if columns == 16 else 64}
+    use(gradients={"attention": of_queries, **of_columns})
+    check(drawn(num_parents=20, num_sinks=17, queries=100, query_tile=16, **resolution))
+
+
+@pytest.mark.parametrize(("head_dim", "resolution"), [(72, {"threshold": 0.01}), (88, {})])
+def test_columns_in_two_blocks_give_the_same(head_dim, resolution, use):
+    use(attention={"rest_dims": 32})
+    check(drawn(head_dim=head_dim, num_sinks=5, **resolution))
 
 
 PRECOMPUTE = {
@@ -158,21 +170,22 @@ PRECOMPUTE = {
 def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     """Float32 shows a single key that is lost, doubled or taken for another. Half of the keys are
     in one leaf, and cells have several pieces."""
-    use(**PRECOMPUTE[name])
+    use(precompute=PRECOMPUTE[name])
     fixed = {"has_codebook": True, "codewords": codewords, "kind": "one hot leaf"}
-    check(drawn(queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
+    check(drawn(2, queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
 
 
 def test_parents_from_the_keys_that_are_loaded_again(use):
     """Catches a centre of some blocks of parents only."""
-    use(sort_parents=16, sort_shared=0)
+    use(precompute={"sort_parents": 16, "sort_shared": 0})
     check(drawn(num_parents=20, num_refined=0, dtype=FP32))
 
 
-def test_exact_keys_of_cells_in_pieces(use):
-    """Catches an order of leaves that forgets the pieces before, and squares of other leaves."""
-    use(piece_keys=32, leaf_keys=16)
-    check(drawn(keys=260, num_parents=3, num_refined=2, exact_keys=60, dtype=FP32))
+@pytest.mark.parametrize("threshold", [0.0, 0.01])
+def test_keys_of_cells_in_pieces_are_shown(threshold, use):
+    """Catches an order of leaves that forgets the pieces before, and keys of other leaves."""
+    use(precompute={"piece_keys": 32, "leaf_keys": 16})
+    check(drawn(keys=260, num_parents=3, threshold=threshold, dtype=FP32, query_tile=16))
 
 
 def test_updated_parents_in_several_blocks():
@@ -184,9 +197,8 @@ def test_updated_parents_in_several_blocks():
 
 
 @pytest.mark.parametrize("refined", [0, 3, 20])
-@pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
-def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined, use):
-    """Catches float16 weights that overflow, and a second pass that starts from the first one."""
+def test_a_logit_may_exceed_those_before_by_any_amount(refined, use):
+    """Catches float16 weights that overflow, and sums that keep an earlier maximum."""
     shape = {"queries": 32, "keys": 60, "num_parents": 20, "num_children": 8}
     found = drawn(num_refined=refined, kind="spread", scale=1.7, **shape)
     query, key = found.tokens["query"].double(), found.tokens["key"].double()
@@ -195,21 +207,14 @@ def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined, u
     means = one_hot.double().mT @ key / one_hot.sum(2)[..., None].clamp(min=1)
     cells, keys = (1.7 * query @ x.mT / math.log(2) for x in (means, key))
     excess = (keys if refined else cells[..., 16:]).amax(-1)
-    first = cells if 0 < refined < 20 else cells[..., :16]
-    assert (excess - first.amax(-1) > 40).any()  # far above 2^16, with log counts up to 4
-    target = found.define("triton")[0]
-    errors = []
-    for running_max in (False, True):
-        use(AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
-        errors.append(relative_error(found.attend("triton"), target))
-    assert errors[0] <= 1.1 * errors[1] < 0.1
+    assert (excess - cells[..., :16].amax(-1) > 40).any()  # far above 2^16
+    use(attention={"codewords": 16}, select={"rows": 16})
+    assert relative_error(found.attend("triton"), found.define("triton")[0]) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("parent_block", "running_max", "refined"),
-    [(16, False, 3), (16, True, 20), (64, False, 20), (64, True, 3)],
-)
-def test_all_keys_may_lie_far_below_their_parents(parent_block, running_max, refined, use):
+@pytest.mark.parametrize("columns", [16, 64])
+@pytest.mark.parametrize("refined", [3, 20])
+def test_all_keys_may_lie_far_below_their_parents(columns, refined, use):
     """Catches weights that all vanish in float16 beside a parent that no key stays with."""
     generator = torch.Generator().manual_seed(0)
 
@@ -220,13 +225,13 @@ def test_all_keys_may_lie_far_below_their_parents(parent_block, running_max, ref
     key = 0.6 * parents.repeat(1, 3, 1)[None]
     tokens = {"query": normal(1, 1, 40, 16), "key": key, "value": normal(1, 1, 60, 16)}
     options = {"num_parents": 20, "num_children": 1, "num_refined": refined, "query_tile": 32}
-    options |= {"codewords": "stored", "num_updates": 0, "exact_keys": 0, "scale": None}
+    options |= {"codewords": "stored", "num_updates": 0, "threshold": None, "scale": None}
     tokens = {name: x.to(DEVICE, FP16) for name, x in tokens.items()}
     codebook = Codebook(parents, parents[:, :, None] * 0.6).to(DEVICE)
     found = Problem(tokens, codebook, options)
     logits = tokens["query"].double() @ codebook.parents.double().mT / 4 / math.log(2)
     assert (0.4 * logits.amax(-1) > 24).any()  # 2^-24 is the least float16
-    use(AttentionTiling(1, 1, 16, parent_block, running_max=running_max))
+    use(attention={"codewords": columns}, select={"rows": columns})
     check(found)
 
 
@@ -282,7 +287,7 @@ def results(found: Problem, **changes: object) -> list[Tensor]:
 
 @cache
 def problem_and_results() -> tuple[Problem, list[Tensor]]:
-    found = drawn(head_dim=24, num_sinks=5, exact_keys=9, query_order=None)
+    found = drawn(head_dim=24, num_sinks=5, threshold=0.01, query_order=None)
     order = torch.arange(40, device=DEVICE)
     found = replace(found, options=found.options | {"query_order": order})
     return found, results(found)
@@ -296,28 +301,28 @@ def test_same_bits(name):
     assert all(map(torch.equal, results(SAME_BITS[name](found)), expected))
 
 
-def test_gradients_in_chunks_of_the_batch_have_the_same_bits(monkeypatch):
-    sizes = {"batch": 2, "queries": 16, "keys": 12, "head_dim": 8, "query_tile": 16}
-    sizes |= {"num_parents": 3, "num_children": 2, "num_refined": 1, "query_order": None}
-    found = drawn(**sizes, exact_keys=5, num_sinks=3)
-    found = replace(found, options=found.options | {"query_order": torch.arange(16, device=DEVICE)})
-    expected = results(found)
-    monkeypatch.setattr(gradients, "COLUMN_BYTES", 1)
-    gradients._plan.cache_clear()
-    for actual, target in zip(results(found), expected, strict=True):
-        assert torch.equal(actual, target)
-    assert gradients._plan.cache_info().currsize == 1  # one batch element at a time
+@pytest.mark.parametrize("resolution", [{}, {"threshold": 0.0}], ids=str)
+def test_memory_of_gradients_is_linear_in_the_tokens(resolution):
+    """Catches something stored for each column of a tile."""
+    sizes = []
+    for tokens in (1 << 12, 1 << 14):
+        layout = Layout(torch.Size((1, 2, tokens, 64)), (128 * tokens, 64, 128, 1))
+        tensors, spec = drawn(num_parents=64, num_children=8, **resolution).call()
+        problem = launch_problem.Problem.of(tensors, None, None, spec)
+        problem = problem._replace(query=layout, key=layout, value=layout)
+        sizes.append(gradients._plan(problem, layout)._size / tokens)
+    assert sizes[1] < 1.1 * sizes[0]
 
 
 def test_gradients_in_float32_keep_their_digits():
     """Where two tiles of float32 fit; catches a product of lower precision."""
     tokens = [x.to(DEVICE, FP32) for x in make_case(batch=1, queries=40, head_dim=16)[:3]]
     grad = torch.linspace(-1, 1, tokens[0].numel()).to(tokens[0]).sin().view(tokens[0].shape)
-    sizes = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
-    spec, tensors = Spec(**sizes, exact_keys=5), Tensors.of(*tokens, scale=0.25)
+    options = {"num_parents": 6, "num_children": 3, "threshold": 0.02, "query_tile": 16}
+    spec, tensors = Spec(**options), Tensors.of(*tokens, scale=0.25)
     found = gradients.kernel_gradients(grad, tensors, None, None, spec)
     wide = [x.double().requires_grad_() for x in tokens]
-    output = ops.avq_attention(*wide, exact_keys=5, backend="reference", **sizes)
+    output = ops.avq_attention(*wide, backend="reference", **options)
     for gradient, target in zip(found, torch.autograd.grad(output, wide, grad), strict=True):
         assert relative_error(gradient, target) < 1e-6
 
@@ -404,7 +409,6 @@ def test_packed_codewords_die_with_their_codebook():
         ({"scale": -1.0}, "scale must be positive, but is -1.0"),
         ({"query_tile": 200}, "query_tile must be at most 128"),
         ({"num_updates": 1}, "num_updates moves the parents of a codebook"),
-        ({"exact_keys": 1}, 'exact keys need codewords="means"'),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said(change, message):
@@ -425,19 +429,6 @@ def test_no_gpu_no_kernels(monkeypatch):
         stored_attention(*case, num_refined=2, backend="triton")
 
 
-def test_tiles_with_exact_keys_see_few_enough_codewords_to_sort_them():
-    *tensors, _ = on_device(keys=140)
-    sizes = {"codewords": "means", "num_parents": 64, "num_children": 32, "exact_keys": 1}
-
-    def resolve(num_refined, **changes):
-        options = sizes | {"num_refined": num_refined} | changes
-        return ops.resolve_backend("triton", *call_of(*tensors, None, **options))
-
-    with pytest.raises(ValueError, match="exact keys may see 1024 codewords, but see 1056"):
-        resolve(31)
-    assert resolve(30) == resolve(31, exact_keys=0) == "triton"
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "form", [*(pytest.param(x, marks=LONG) for x in ("stored", "means")), "own"]
@@ -448,7 +439,7 @@ def test_it_is_a_well_behaved_operation(form):
     options = {"codewords": "stored" if form == "stored" else "means", "query_order": order}
     codebook = None if form == "own" else codebook
     tensors, spec = call_of(query, key, value, codebook, scale=0.3, **options)
-    arguments = (*tensors, spec.numbers)
+    arguments = arguments_of(tensors, spec)
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 
@@ -486,13 +477,19 @@ class TestGpu:
 
     @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
     @pytest.mark.parametrize("number", [0, 1])
-    @pytest.mark.parametrize("form", ["stored", "means"])
-    @pytest.mark.parametrize("num_refined", [0, 16, 64])
-    def test_the_layers_of_stable_diffusion(self, dtype, number, num_refined, form):
+    @pytest.mark.parametrize(
+        "fixed",
+        [
+            *({"num_refined": x, "codewords": "stored", "has_codebook": True} for x in (0, 16, 64)),
+            *({"num_refined": x} for x in (0, 16, 64)),
+            *({"threshold": x} for x in (0.0, 1e-4, 1e-2, math.inf)),
+        ],
+        ids=str,
+    )
+    def test_the_layers_of_stable_diffusion(self, dtype, number, fixed):
         if dtype == FP32 and number == 1 and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("beyond the limits of the kernels on this GPU")
-        fixed = {"codewords": form, "has_codebook": form == "stored", "dtype": dtype}
-        check(self.level(number, 1024, num_refined=num_refined, **fixed))
+        check(self.level(number, 1024, dtype=dtype, **fixed))
 
     @pytest.mark.parametrize(
         "fixed",
@@ -532,7 +529,7 @@ class TestGpu:
         monkeypatch.setattr(launch, "IS_DIRECT", False)
         monkeypatch.setattr(launch, "direct_launch", None)  # catches its use
         use()
-        check(drawn(exact_keys=9, num_sinks=5))
+        check(drawn(threshold=0.01, num_sinks=5))
 
     def test_the_host_never_waits(self):
         found = self.level(0, 1024)

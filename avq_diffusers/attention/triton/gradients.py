@@ -28,15 +28,11 @@ from avq_diffusers.attention.triton.launch import (
 from avq_diffusers.attention.triton.precompute import precompute_launches
 from avq_diffusers.attention.triton.problem import Given, Layout, Problem, given_by, readable
 from avq_diffusers.attention.triton.query_gradients import (
-    QueryNumbers,
-    QueryStrides,
+    GradientBlocks,
+    QueryPointers,
     query_gradients_kernel,
 )
-from avq_diffusers.attention.triton.row_gradients import (
-    GradientBlocks,
-    RowGradients,
-    row_gradients_kernel,
-)
+from avq_diffusers.attention.triton.row_gradients import RowGradients, row_gradients_kernel
 from avq_diffusers.attention.triton.tuning import gradient_tiling
 from avq_diffusers.config import Spec
 
@@ -80,12 +76,15 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
     sizes, follows = tiles.sizes, problem.has_first_order
     batch, heads, num_queries, _ = problem.query.shape
 
-    def part(*shape: int, dtype: torch.dtype = torch.float32, when: bool = True) -> Pointer | None:
-        """A pointer to a new part, (B, H, *shape); None unless `when`."""
-        return memory.add((batch, heads, *shape), dtype) if when else None
+    def part(*shape: int, when: bool = True) -> Pointer | None:
+        """A pointer to a new part (B, H, *shape) in float32; None unless `when`."""
+        return memory.add((batch, heads, *shape), torch.float32) if when else None
 
     dim, side = sizes.PADDED_DIM, sizes.MATRIX_SIDE
-    numbers = QueryNumbers(
+    queries = QueryPointers(
+        query=given.query,
+        grad_output=given.grad_output,
+        order=given.query_order,
         log_total=part(num_queries),
         token_total=part(num_queries, when=problem.shows_keys or sizes.SINKS),
         delta=part(num_queries),
@@ -96,30 +95,27 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
         row=part(sizes.ROWS, 2 * dim),
         spread=part(sizes.ROWS, when=follows),
         matrix=part(dim, dim, when=follows),
-        largest=part(side, side, when=follows),
+        matrix_size=part(side, when=follows),
         of_offsets=part(side, when=follows),
     )
-    tables, grad_strides = tiles.arguments["tables"], grad_output.divided(1)
-    blocks = GradientBlocks(
-        N=tiles.arguments["BLOCKS"].N,
-        ROWS=tiling.rows,
-        KEYS=tiling.keys,
-        TILES=tiling.tiles,
-        SCALE=problem.scale,
-    )
+    grad_strides = grad_output.divided(1)
+    grad_sinks = given.grad_sink_key, given.grad_sink_value
     arguments = tiles.arguments | {
-        "grad_output_ptr": given.grad_output,
         "grad_query_ptr": given.grad_query,
-        "grad_tables": tables._replace(matrix=found.matrix, largest=found.largest),
-        "numbers": numbers,
+        "queries": queries,
         "found": found,
-        "grads": GradTokens(
-            given.grad_key, given.grad_value, given.grad_sink_key, given.grad_sink_value
-        ),
+        "grads": GradTokens(given.grad_key, given.grad_value, *grad_sinks),
         "grad_strides": grad_strides,
-        "STRIDES": QueryStrides(tiles.arguments["QUERY_STRIDE"], grad_strides.token),
+        "GRADIENT_BLOCKS": GradientBlocks(
+            N=tiles.arguments["BLOCKS"].N,
+            ROWS=tiling.rows,
+            KEYS=tiling.keys,
+            TILES=tiling.tiles,
+            SCALE=problem.scale,
+            QUERY_STRIDE=tiles.arguments["QUERY_STRIDE"],
+            GRAD_STRIDE=grad_strides.token,
+        ),
     }
-    of_columns = arguments | {"BLOCKS": blocks}
     of_queries = {"num_warps": tiling.attention.num_warps, "num_stages": 1}
     of_sums = {"num_warps": tiling.num_warps, "num_stages": 1}
     num_rows = -(-sizes.ROWS // tiling.rows) + (side if follows else 0)
@@ -128,7 +124,7 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
         *precompute.launches,
         tiles.select,
         Launch(query_gradients_kernel, tiles.grid, arguments, **of_queries),
-        Launch(row_gradients_kernel, (num_rows, heads, batch), of_columns, **of_sums),
-        Launch(key_gradients_kernel, (num_keys, heads, batch), of_columns, **of_sums),
+        Launch(row_gradients_kernel, (num_rows, heads, batch), arguments, **of_sums),
+        Launch(key_gradients_kernel, (num_keys, heads, batch), arguments, **of_sums),
     ]
     return Plan(memory, launches)

@@ -17,17 +17,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
+from avq_diffusers.attention.triton.first_order import LEAST
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
-from avq_diffusers.attention.triton.query_gradients import QueryNumbers
+from avq_diffusers.attention.triton.query_gradients import QueryPointers
 from avq_diffusers.attention.triton.row_gradients import (
+    AS_KEYS,
+    Columns,
     ColumnSums,
-    Queries,
     RowGradients,
     add_tile,
+    head_of_queries,
     no_sums,
-    queries_at,
     row_gradients_of_head,
     sums_where_shown,
 )
@@ -44,7 +45,7 @@ from avq_diffusers.attention.triton.tokens import (
 
 
 class GradTokens(NamedTuple):
-    """Where the gradients of keys and values go, and of sinks, (B, tokens, H, D) each."""
+    """Where the gradients of keys and values go, and of sinks or None, (B, tokens, H, D) each."""
 
     key: tl.tensor
     value: tl.tensor
@@ -54,19 +55,27 @@ class GradTokens(NamedTuple):
 
 @triton.jit
 def _rows_of(place, row_start_ptr, SIZES):
-    """The rows of the tables for the leaf and for the cell of keys at places in the leaf order."""
+    """The rows of the leaf and of the cell of keys at places in the leaf order."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     # A cell starts with the keys that stay; the last that starts here or before has the key.
     starts = tl.load(row_start_ptr + PARENT_ROWS + tl.arange(0, PARENT_ROWS))
-    parent = tl.sum((starts[None, :] <= place[:, None]).to(tl.int32), axis=1) - 1
-    row = PARENT_ROWS + parent
+    cell = tl.sum((starts[None, :] <= place[:, None]).to(tl.int32), axis=1) - 1
+    leaf = PARENT_ROWS + cell
     if SIZES.CHILD_ROWS > 0:
-        first_child = 2 * PARENT_ROWS + parent * SIZES.CHILD_ROWS
+        first_child = 2 * PARENT_ROWS + cell * SIZES.CHILD_ROWS
         children = first_child[:, None] + tl.arange(0, SIZES.CHILD_ROWS)[None, :]
         is_before = tl.load(row_start_ptr + children) <= place[:, None]
-        leaf = tl.sum(is_before.to(tl.int32), axis=1)
-        row = tl.where(leaf > 0, first_child + leaf - 1, row)
-    return row, parent
+        child = tl.sum(is_before.to(tl.int32), axis=1)
+        leaf = tl.where(child > 0, first_child + child - 1, leaf)
+    return leaf, cell
+
+
+@triton.jit
+def _load_columns(tokens, token, row, valid, SIZES):
+    """The `Columns` of some tokens."""
+    key = load_tokens(tokens.key, token, tokens.key_stride, valid, SIZES)[0]
+    value = load_tokens(tokens.value, token, tokens.value_stride, valid, SIZES)[0]
+    return Columns(row, valid, key, value, tl.zeros(row.shape, tl.float32), ())
 
 
 @triton.jit
@@ -80,80 +89,70 @@ def _add_rows(sums, found, rows, valid, SIZES):
 
 
 @triton.jit
-def _offsets(tokens, tables, centre_ptr, rows, valid, SIZES):
-    """(KEYS, DP) Offsets of keys to the means of their rows."""
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    codes = load_codes(tables, rows, valid, SIZES)[0].to(tl.float32)
-    means = codes * (1.0 / SIZES.FACTOR) + tl.load(centre_ptr + dims)[None, :]
-    return tl.where(valid[:, None], tokens.to(tl.float32) - means, 0.0)
+def _offsets(keys, rows, tables, centre_ptr, SIZES):
+    """(KEYS, DP) Offsets of keys to the means of rows."""
+    codes = load_codes(tables, rows, keys.valid, SIZES)[0].to(tl.float32)
+    centre = tl.load(centre_ptr + tl.arange(0, SIZES.PADDED_DIM))
+    return keys.key.to(tl.float32) - codes * (1.0 / SIZES.FACTOR) - centre[None, :]
 
 
 @triton.jit
-def _add_first_order(
-    sums, found, tables, matrix, centre_ptr, key, value, row, parent, valid, SIZES
-):
-    """Add the gradients of the first-order term.
-
-    matrix: the tables of the head, with the gradient of the matrix in place of the matrix.
-    """
+def _of_first_order(keys, cell, found, tables, centre_ptr, SIZES, SCALE):
+    """The gradients of the first-order term."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
+    strips = tl.arange(0, SIZES.MATRIX_SIDE)
     dims = tl.arange(0, DIM)
-    is_dim = (dims < SIZES.HEAD_DIM)[None, :]
-    offset = _offsets(key, tables, centre_ptr, row, valid, SIZES)
-    values, _ = load_values(tables, row, valid, SIZES)
-    value_offset = tl.where(is_dim, value.to(tl.float32) - values[0].to(tl.float32), 0.0)
-    size = matrix_size(matrix, SIZES)
-    block = matrix_block(matrix, size, 0, DIM, 0, DIM, SIZES)
+    means, _ = load_values(tables, keys.row, keys.valid, SIZES)
+    value_offset = keys.value.to(tl.float32) - means[0].to(tl.float32)
+    value_offset = tl.where((dims < SIZES.HEAD_DIM)[None, :], value_offset, 0.0)
+    offset = _offsets(keys, keys.row, tables, centre_ptr, SIZES)
+    # Relative to the largest number, to fit half precision.
+    size = tl.maximum(tl.max(tl.load(found.matrix_size + strips), axis=0), LEAST)
+    matrix = tl.load(found.matrix + dims[:, None] * DIM + dims[None, :]) * (1.0 / size)
+    matrix = matrix.to(keys.key.dtype)
     zeros = tl.zeros(offset.shape, tl.float32)
-    of_values = sums.of_values + size * product(offset.to(block.dtype), block, zeros)
-    of_keys = sums.of_keys + size * product(value_offset.to(block.dtype), tl.trans(block), zeros)
-    of_leaf = tl.load(found.spread + row, mask=valid, other=0.0)
-    of_leaf += tl.sum(tl.load(found.of_offsets + tl.arange(0, SIZES.MATRIX_SIDE)), axis=0)
+    of_values = product(offset.to(matrix.dtype), tl.trans(matrix), zeros) * (size * SCALE)
+    of_keys = product(value_offset.to(matrix.dtype), matrix, zeros) * size
+
+    of_leaf = tl.load(found.spread + keys.row, mask=keys.valid, other=0.0)
+    of_leaf += tl.sum(tl.load(found.of_offsets + strips), axis=0)
+    of_cell = tl.load(found.spread + cell, mask=keys.valid, other=0.0)
     of_keys += of_leaf[:, None] * offset
-    offset = _offsets(key, tables, centre_ptr, parent, valid, SIZES)
-    of_keys += tl.load(found.spread + parent, mask=valid, other=0.0)[:, None] * offset
-    return ColumnSums(of_values, of_keys, sums.of_spreads)
+    of_keys += of_cell[:, None] * _offsets(keys, cell, tables, centre_ptr, SIZES)
+    return ColumnSums(of_values, of_keys, tl.zeros(cell.shape, tl.float32))
 
 
 @triton.jit
-def _store(key_ptr, value_ptr, sums, token, valid, batch, head, number, SIZES):
-    """Write the gradients of tokens."""
+def _store(key_ptr, value_ptr, sums, token, valid, of, number, SIZES, SCALE):
+    """Write the gradients of some of a head's tokens."""
     dims = tl.arange(0, SIZES.PADDED_DIM)
-    row = (batch * number + token) * SIZES.HEADS + head
+    row = (of.batch * number + token) * SIZES.HEADS + of.head
     offsets = row[:, None] * SIZES.HEAD_DIM + dims[None, :]
     mask = valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
-    tl.store(key_ptr + offsets, sums.of_keys, mask=mask)
+    tl.store(key_ptr + offsets, sums.of_keys * SCALE, mask=mask)
     tl.store(value_ptr + offsets, sums.of_values, mask=mask)
 
 
 @triton.jit
-def _write_sinks(queries, sinks, grads, first, STRIDES, SIZES, BLOCKS):
+def _write_sinks(of, sinks, grads, first, SIZES, BLOCKS):
     """Write the gradients of some sinks."""
     token = first + tl.arange(0, BLOCKS.KEYS)
     valid = token < sinks.number
-    key = load_tokens(sinks.key, token, sinks.key_stride, valid, SIZES)[0]
-    value = load_tokens(sinks.value, token, sinks.value_stride, valid, SIZES)[0]
-    bias = tl.where(valid, 0.0, float("-inf"))
-    sums = no_sums(BLOCKS.KEYS, SIZES)
-    for index in tl.range(0, queries.num_tiles):
-        tile = queries_at(queries, index, SIZES, BLOCKS.N)
-        sums = add_tile(sums, queries, tile, key, value, bias, (), STRIDES, SIZES)
-    sums = ColumnSums(sums.of_values, sums.of_keys * BLOCKS.SCALE, sums.of_spreads)
-    batch, head = queries.batch, queries.head
-    _store(grads.sink_key, grads.sink_value, sums, token, valid, batch, head, sinks.number, SIZES)
+    columns = _load_columns(sinks, token, token, valid, SIZES)
+    sums = no_sums(columns, SIZES)
+    for index in tl.range(0, of.num_tiles):
+        sums = add_tile(sums, of, index, columns, valid, SIZES, BLOCKS)
+    key_ptr, value_ptr = grads.sink_key, grads.sink_value
+    _store(key_ptr, value_ptr, sums, token, valid, of, sinks.number, SIZES, BLOCKS.SCALE)
 
 
 @triton.jit
 def key_gradients_kernel(
-    query_ptr,
-    query_order_ptr,
-    grad_output_ptr,
+    queries: QueryPointers,
     tables: Tables,
-    grad_tables: Tables,
     tokens: TokenPointers,
     leaves: LeafPointers,
     columns: ColumnPointers,
-    numbers: QueryNumbers,
     found: RowGradients,
     grads: GradTokens,
     num_queries,
@@ -162,61 +161,41 @@ def key_gradients_kernel(
     grad_strides: Strides,
     key_layout: TokenLayout,
     sink_layout: TokenLayout,
-    STRIDES: tl.constexpr,
     SIZES: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    GRADIENT_BLOCKS: tl.constexpr,
 ):
-    """Write the gradients of some keys, or of some sinks.
-
-    grad_tables: the tables, with the gradient of the first-order matrix in place of the matrix.
-    """
+    """Write the gradients of some keys, or of some sinks."""
+    KEYS: tl.constexpr = GRADIENT_BLOCKS.KEYS
+    SCALE: tl.constexpr = GRADIENT_BLOCKS.SCALE
     index = tl.program_id(0)
-    head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
-    batch_head = batch * SIZES.HEADS + head
-    queries = Queries(
-        query_ptr,
-        grad_output_ptr,
-        query_order_ptr,
-        numbers,
-        query_strides,
-        grad_strides,
-        batch,
-        head,
-        num_queries,
-        num_tiles,
+    of = head_of_queries(
+        queries, columns, query_strides, grad_strides, num_queries, num_tiles, SIZES
     )
     if SIZES.SINKS:
-        sinks = tokens_of_head(tokens.sink_key, tokens.sink_value, sink_layout, batch, head, SIZES)
-        if index * BLOCKS.KEYS < sinks.number:
-            _write_sinks(queries, sinks, grads, index * BLOCKS.KEYS, STRIDES, SIZES, BLOCKS)
+        sinks = tokens_of_head(
+            tokens.sink_key, tokens.sink_value, sink_layout, of.batch, of.head, SIZES
+        )
+        if index * KEYS < sinks.number:
+            _write_sinks(of, sinks, grads, index * KEYS, SIZES, GRADIENT_BLOCKS)
             return
-        index -= tl.cdiv(sinks.number, BLOCKS.KEYS)
-    keys = tokens_of_head(tokens.key, tokens.value, key_layout, batch, head, SIZES)
-    tables = head_of_tables(tables, batch_head, head, SIZES)
-    found = row_gradients_of_head(found, batch_head, SIZES)
-    place = index * BLOCKS.KEYS + tl.arange(0, BLOCKS.KEYS)
-    valid = place < keys.number
-    token = tl.load(leaves.leaf_order + batch_head * keys.number + place, mask=valid, other=0)
-    row, parent = _rows_of(place, leaves.row_start + batch_head * SIZES.ROWS, SIZES)
-    key = load_tokens(keys.key, token, keys.key_stride, valid, SIZES)[0]
-    value = load_tokens(keys.value, token, keys.value_stride, valid, SIZES)[0]
+        index -= tl.cdiv(sinks.number, KEYS)
+    keys = tokens_of_head(tokens.key, tokens.value, key_layout, of.batch, of.head, SIZES)
+    tables = head_of_tables(tables, of.batch_head, of.head, SIZES)
+    found = row_gradients_of_head(found, of.batch_head, SIZES)
 
-    sums = no_sums(BLOCKS.KEYS, SIZES)
-    if SIZES.REFINES == "threshold":
-        level_ptr = columns.level + batch_head * num_tiles * SIZES.ROWS
-        bias = tl.zeros([BLOCKS.KEYS], tl.float32)
-        sums = sums_where_shown(
-            queries, level_ptr, 2, row, valid, key, value, bias, (), STRIDES, SIZES, BLOCKS
-        )
-        sums = ColumnSums(sums.of_values, sums.of_keys * BLOCKS.SCALE, sums.of_spreads)
-    sums = _add_rows(sums, found, row, valid, SIZES)
-    sums = _add_rows(sums, found, parent, valid, SIZES)
+    place = index * KEYS + tl.arange(0, KEYS)
+    valid = place < keys.number
+    token_ptr = leaves.leaf_order + of.batch_head * keys.number + place
+    token = tl.load(token_ptr, mask=valid, other=0)
+    place = tl.minimum(place, keys.number - 1)
+    leaf, cell = _rows_of(place, leaves.row_start + of.batch_head * SIZES.ROWS, SIZES)
+    shown = _load_columns(keys, token, leaf, valid, SIZES)
+    sums = no_sums(shown, SIZES)
     if SIZES.FIRST_ORDER:
-        matrix = head_of_tables(grad_tables, batch_head, head, SIZES)
-        centre_head = batch_head if SIZES.OWN_CENTRE else head.to(tl.int64)
-        centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
-        sums = _add_first_order(
-            sums, found, tables, matrix, centre_ptr, key, value, row, parent, valid, SIZES
-        )
-    _store(grads.key, grads.value, sums, token, valid, batch, head, keys.number, SIZES)
+        centre_ptr = tokens.centre + of.batch_head * SIZES.PADDED_DIM
+        sums = _of_first_order(shown, cell, found, tables, centre_ptr, SIZES, SCALE)
+    sums = _add_rows(sums, found, leaf, valid, SIZES)
+    sums = _add_rows(sums, found, cell, valid, SIZES)
+    if SIZES.REFINES == "threshold":
+        sums = sums_where_shown(sums, of, shown, AS_KEYS, SIZES, GRADIENT_BLOCKS)
+    _store(grads.key, grads.value, sums, token, valid, of, keys.number, SIZES, SCALE)

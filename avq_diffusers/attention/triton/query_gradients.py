@@ -34,7 +34,10 @@ from avq_diffusers.attention.triton.softmax import (
 from avq_diffusers.attention.triton.tile import (
     SQUARED_LN2,
     head_of_tables,
+    load_queries,
+    load_query_dims,
     output_rows,
+    query_rows,
     size_of,
     store_dims,
     whole_tile,
@@ -51,9 +54,12 @@ from avq_diffusers.attention.triton.tokens import (
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-class QueryNumbers(NamedTuple):
-    """Numbers of each query, (B, H, N) float32."""
+class QueryPointers(NamedTuple):
+    """The queries, the gradients of their outputs, and numbers (B, H, N) of each in float32."""
 
+    query: tl.tensor
+    grad_output: tl.tensor
+    order: tl.tensor
     log_total: tl.tensor  # log2 of the sum of weights
     token_total: tl.tensor  # the same for logits of keys that are not centred; or None
     delta: tl.tensor
@@ -61,17 +67,26 @@ class QueryNumbers(NamedTuple):
     share: tl.tensor  # g
 
 
-class QueryStrides(NamedTuple):
-    """Compile-time strides of the tokens of queries and of the gradients of their outputs."""
+class GradientBlocks(NamedTuple):
+    """Compile-time blocks: queries, rows, keys, and query tiles that are looked at at once.
 
-    QUERY: tl.constexpr
-    GRAD: tl.constexpr
+    SCALE: factor on the logits.
+    QUERY_STRIDE, GRAD_STRIDE: of tokens, for queries and the gradients of their outputs.
+    """
+
+    N: tl.constexpr
+    ROWS: tl.constexpr
+    KEYS: tl.constexpr
+    TILES: tl.constexpr
+    SCALE: tl.constexpr
+    QUERY_STRIDE: tl.constexpr
+    GRAD_STRIDE: tl.constexpr
 
 
 class GradientTile(NamedTuple):
     """The queries of a tile, the gradients of their outputs, and their numbers."""
 
-    query: tl.tensor  # (BLOCK_N, DP)
+    query: tl.tuple  # (BLOCK_N, DP) alone
     grad: tl.tensor  # (BLOCK_N, DP)
     log_total: tl.tensor
     delta: tl.tensor
@@ -83,16 +98,6 @@ class GradQuery(NamedTuple):
 
     total: tl.tensor  # (BLOCK_N, DP) the gradient divided by LN2
     of_keys: tl.tensor  # (BLOCK_N) gradients of the logits of keys, times their factor
-
-
-@triton.jit
-def load_tile(pointer, strides, tile, dims, STRIDE, SIZES):
-    """Some dims of a tile's queries, padded with zeros."""
-    start = tile.batch * strides.batch + tile.head.to(tl.int64) * strides.head
-    # One pointer for all rows: more of them, as in `query_rows`, spill.
-    offsets = tile.token[:, None] * STRIDE + dims[None, :]
-    mask = tile.valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
-    return tl.load(pointer + tl.multiple_of(start, 8) + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -110,7 +115,7 @@ def _add_codewords(tile, tables, rows, bias, valid, sums, SIZES):
     """Add rows of the tables to the gradients of queries."""
     codes = load_codes(tables, rows, valid, SIZES)
     values, _ = load_values(tables, rows, valid, SIZES)
-    logits = logits_of((tile.query,), codes, bias[None, :])
+    logits = logits_of(tile.query, codes, bias[None, :])
     products = tl.zeros(logits.shape, tl.float32)
     if SIZES.FIRST_ORDER:
         spread = tl.load(tables.spread + rows, mask=valid, other=0.0)
@@ -123,7 +128,7 @@ def _add_codewords(tile, tables, rows, bias, valid, sums, SIZES):
 @triton.jit
 def _add_tokens(tile, of_centre, tokens, token, valid, sums, SIZES):
     """Add some tokens, around the centre, to the gradients of queries."""
-    logits = token_logits((tile.query,), of_centre, tokens, token, valid, SIZES)
+    logits = token_logits(tile.query, of_centre, tokens, token, valid, SIZES)
     values = load_tokens(tokens.value, token, tokens.value_stride, valid, SIZES)[0]
     grad_logits = _grad_logits(tile, logits, values, tl.zeros(logits.shape, tl.float32))
     keys = load_tokens(tokens.key, token, tokens.key_stride, valid, SIZES)[0]
@@ -134,20 +139,31 @@ def _add_tokens(tile, of_centre, tokens, token, valid, sums, SIZES):
 
 
 @triton.jit
-def _first_order(query, grad, seen, tables, SIZES):
+def _pull(grad_rows, tile, tables, SIZES):
+    """(BLOCK_N, DP) The transposed matrix times gradients of outputs, some of their dims at once,
+    because the whole matrix spills."""
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    SOME: tl.constexpr = DIM if DIM < 32 else 32
+    largest = matrix_size(tables, SIZES)
+    pulled = tl.zeros([tile.token.shape[0], DIM], tl.float32)
+    for first in tl.range(0, DIM, SOME):
+        grad = load_query_dims(grad_rows, first, tile, SIZES.HEAD_DIM, SOME)
+        matrix = matrix_block(tables, largest, first, SOME, 0, DIM, SIZES)
+        pulled = product(grad, tl.trans(matrix), pulled)
+    return pulled * largest
+
+
+@triton.jit
+def _first_order(query, pulled, seen, SIZES):
     """The gradients of the first-order term.
 
     Returns:
         grad_query: (BLOCK_N, DP), divided by LN2.
         grad_seen, share: (BLOCK_N).
     """
-    DIM: tl.constexpr = SIZES.PADDED_DIM
-    guard = 1.0 / (1.0 + seen * size_of((query,), SIZES))
+    guard = 1.0 / (1.0 + seen * size_of(query, SIZES))
     share = seen * guard
-    largest = matrix_size(tables, SIZES)
-    matrix = tl.trans(matrix_block(tables, largest, 0, DIM, 0, DIM, SIZES))
-    pulled = product(grad, matrix, tl.zeros(query.shape, tl.float32)) * largest
-    wide = query.to(tl.float32)
+    wide = query[0].to(tl.float32)
     grad_share = tl.sum(wide * pulled, axis=1)
     of_size = share * share * grad_share * (2.0 * SQUARED_LN2 / SIZES.HEAD_DIM)
     grad_query = (share[:, None] * pulled - of_size[:, None] * wide) * (1.0 / LN2)
@@ -156,57 +172,58 @@ def _first_order(query, grad, seen, tables, SIZES):
 
 @triton.jit
 def query_gradients_kernel(
-    query_ptr,
-    query_order_ptr,
-    grad_output_ptr,
     grad_query_ptr,
+    queries: QueryPointers,
     tables: Tables,
     tokens: TokenPointers,
     leaves: LeafPointers,
     columns: ColumnPointers,
-    numbers: QueryNumbers,
     num_queries,
     query_strides: Strides,
     grad_strides: Strides,
     key_layout: TokenLayout,
     sink_layout: TokenLayout,
-    STRIDES: tl.constexpr,
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
+    GRADIENT_BLOCKS: tl.constexpr,
 ):
     """Write the gradients of the queries of one tile, and their numbers.
 
     grad_query: (B, N, H, D).
     """
-    tile = whole_tile(query_order_ptr, num_queries, SIZES, BLOCKS.N)
+    HAS_TOKENS: tl.constexpr = SIZES.REFINES == "threshold" or SIZES.SINKS
+    tile = whole_tile(queries.order, num_queries, SIZES, BLOCKS.N)
     tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    query = load_tile(query_ptr, query_strides, tile, dims, STRIDES.QUERY, SIZES)
-    grad = load_tile(grad_output_ptr, grad_strides, tile, dims, STRIDES.GRAD, SIZES)
+    rows = query_rows(queries.query, query_strides, tile, GRADIENT_BLOCKS.QUERY_STRIDE)
+    grad_rows = query_rows(queries.grad_output, grad_strides, tile, GRADIENT_BLOCKS.GRAD_STRIDE)
+    query = load_queries(rows, tile, SIZES)
     softmax = attend_tile(
-        (query,), tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
+        query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
     )
+    query = load_queries(rows, tile, SIZES, True)
+    grad = load_queries(grad_rows, tile, SIZES)[0]
     total = total_weight(softmax, SIZES)
     log_total = softmax.running_max + tl.log2(total)
     delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
 
     number = tile.batch_head * num_queries + tile.token
-    grad_query = tl.zeros(query.shape, tl.float32)
+    grad_query = tl.zeros(grad.shape, tl.float32)
     grad_seen = ()
     if SIZES.FIRST_ORDER:
         seen = total_spread(softmax, SIZES) / total
-        grad_query, of_seen, share = _first_order(query, grad, seen, tables, SIZES)
+        pulled = _pull(grad_rows, tile, tables, SIZES)
+        grad_query, of_seen, share = _first_order(query, pulled, seen, SIZES)
         delta += of_seen * seen
         grad_seen += (of_seen,)
-        tl.store(numbers.grad_seen + number, of_seen, mask=tile.valid)
-        tl.store(numbers.share + number, share, mask=tile.valid)
-    tl.store(numbers.log_total + number, log_total, mask=tile.valid)
-    tl.store(numbers.delta + number, delta, mask=tile.valid)
+        tl.store(queries.grad_seen + number, of_seen, mask=tile.valid)
+        tl.store(queries.share + number, share, mask=tile.valid)
+    tl.store(queries.log_total + number, log_total, mask=tile.valid)
+    tl.store(queries.delta + number, delta, mask=tile.valid)
     of_centre = ()
     centre_ptr = centre_of_head(tokens, tile, SIZES)
-    if SIZES.REFINES == "threshold" or SIZES.SINKS:
-        of_centre = centre_logits((query,), centre_ptr, SIZES)
-        tl.store(numbers.token_total + number, log_total - of_centre, mask=tile.valid)
+    if HAS_TOKENS:
+        of_centre = centre_logits(query, centre_ptr, SIZES)
+        tl.store(queries.token_total + number, log_total - of_centre, mask=tile.valid)
 
     sums = add_columns(
         GradientTile(query, grad, log_total, delta, grad_seen),
@@ -225,8 +242,8 @@ def query_gradients_kernel(
         BLOCKS,
     )
     grad_query = sums.total
-    if SIZES.REFINES == "threshold" or SIZES.SINKS:
-        centre = tl.load(centre_ptr + dims)
+    if HAS_TOKENS:
+        centre = tl.load(centre_ptr + tl.arange(0, SIZES.PADDED_DIM))
         grad_query -= sums.of_keys[:, None] * centre[None, :]
-    rows = output_rows(grad_query_ptr, tile, num_queries, SIZES)
-    store_dims(rows, 0, tile, grad_query * LN2, SIZES.HEAD_DIM)
+    output_row_ptr = output_rows(grad_query_ptr, tile, num_queries, SIZES)
+    store_dims(output_row_ptr, 0, tile, grad_query * LN2, SIZES.HEAD_DIM)

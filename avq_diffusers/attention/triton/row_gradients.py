@@ -5,7 +5,7 @@ a, as in `query_gradients`:
 
     dv_a = sum_i w_ia dy_i    dc_a = sum_i w_ia (p_ia - delta_i) q_i    ds_a = sum_i w_ia dr_i
 
-Further programs find the gradient of the first-order matrix, M = scale A / S,
+Further programs find the gradient of the first-order matrix, M = scale A / S:
 
     dM = sum_i g_i dy_i q_i^T    dA = scale dM / S    dS = -<dM, M> / S
 
@@ -19,52 +19,60 @@ import triton.language as tl
 
 from avq_diffusers.attention.triton.first_order import LEAST
 from avq_diffusers.attention.triton.problem import Strides
-from avq_diffusers.attention.triton.query_gradients import QueryNumbers, load_tile
+from avq_diffusers.attention.triton.query_gradients import LN2, QueryPointers
 from avq_diffusers.attention.triton.rows import Tables, product
 from avq_diffusers.attention.triton.select import ColumnPointers
 from avq_diffusers.attention.triton.softmax import load_codes, load_values
-from avq_diffusers.attention.triton.tile import head_of_tables, tile_at
+from avq_diffusers.attention.triton.tile import (
+    head_of_tables,
+    load_queries,
+    load_query_dims,
+    query_rows,
+    tile_at,
+)
 
+# How a tile shows a row.
+AS_CODEWORD, AS_KEYS = tl.constexpr(1), tl.constexpr(2)
 # Beyond the index of every tile.
 NEVER = tl.constexpr(2**31 - 1)
 
 
 class RowGradients(NamedTuple):
-    """Gradients for the keys of each row, and of the first-order matrix or None."""
+    """Gradients for the keys of each row in float32, those of keys divided by the scale.
 
-    row: tl.tensor  # (B, H, ROWS, 2 DP) float32, of a key's value, then of the key
-    spread: tl.tensor  # (B, H, ROWS) float32, of a key, divided by its offset to the mean
-    matrix: tl.tensor  # dA as `matrix` and `largest` of `Tables`
-    largest: tl.tensor
-    of_offsets: tl.tensor  # (B, H, blocks) float32, parts of dS, as `spread`
-
-
-class GradientBlocks(NamedTuple):
-    """Compile-time blocks: queries, rows, keys, and query tiles that are looked at at once.
-
-    SCALE: factor on the logits.
+    All but `row` are None without a first-order term.
     """
 
-    N: tl.constexpr
-    ROWS: tl.constexpr
-    KEYS: tl.constexpr
-    TILES: tl.constexpr
-    SCALE: tl.constexpr
+    row: tl.tensor  # (B, H, ROWS, 2 DP) of a key's value, then of the key
+    spread: tl.tensor  # (B, H, ROWS) of a key, divided by its offset to the mean
+    matrix: tl.tensor  # (B, H, DP, DP) dA divided by the scale
+    matrix_size: tl.tensor  # (B, H, MATRIX_SIDE) largest numbers of the matrix
+    of_offsets: tl.tensor  # (B, H, MATRIX_SIDE) parts of dS, as `spread`
 
 
-class Queries(NamedTuple):
-    """Where the queries of a head and the gradients of their outputs are."""
+class HeadOfQueries(NamedTuple):
+    """The queries of a program's head, and the levels (T, ROWS) at which tiles show rows."""
 
-    query: tl.tensor
-    grad: tl.tensor
-    order: tl.tensor
-    numbers: QueryNumbers
-    query_strides: Strides
+    pointers: QueryPointers
+    strides: Strides
     grad_strides: Strides
+    level: tl.tensor
     batch: tl.tensor
     head: tl.tensor
+    batch_head: tl.tensor
     number: tl.tensor
     num_tiles: tl.tensor
+
+
+class Columns(NamedTuple):
+    """Some columns that tiles may show: rows of the tables, or tokens."""
+
+    row: tl.tensor  # (columns) in the tables
+    valid: tl.tensor
+    key: tl.tensor  # (columns, DP) codes or keys
+    value: tl.tensor
+    bias: tl.tensor  # (columns) log2 of the number of keys
+    spread: tl.tuple  # (columns) alone; nothing for tokens
 
 
 class ColumnSums(NamedTuple):
@@ -76,53 +84,63 @@ class ColumnSums(NamedTuple):
 
 
 @triton.jit
-def no_sums(COLUMNS, SIZES):
-    """`ColumnSums` over nothing."""
-    zeros = tl.zeros([COLUMNS, SIZES.PADDED_DIM], tl.float32)
-    return ColumnSums(zeros, zeros, tl.zeros([COLUMNS], tl.float32))
-
-
-@triton.jit
-def queries_at(queries, index, SIZES, BLOCK_N):
-    """The `TileOfQueries` at an index."""
-    row = tl.arange(0, BLOCK_N)
-    valid = (row < SIZES.QUERY_TILE) & (index * SIZES.QUERY_TILE + row < queries.number)
-    return tile_at(
-        queries.order, queries.batch, queries.head, index, queries.num_tiles, row, valid, SIZES
+def head_of_queries(queries, columns, strides, grad_strides, number, num_tiles, SIZES):
+    """The `HeadOfQueries` of this program."""
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    batch_head = batch * SIZES.HEADS + head
+    level_ptr = columns.level + batch_head * num_tiles * SIZES.ROWS
+    return HeadOfQueries(
+        queries, strides, grad_strides, level_ptr, batch, head, batch_head, number, num_tiles
     )
 
 
 @triton.jit
-def add_tile(sums, queries, tile, codes, values, bias, spread, STRIDES, SIZES):
-    """Add the queries of a tile to the sums of columns.
+def _tile_of_head(of, index, SIZES, BLOCKS):
+    """A `TileOfQueries`, and row pointers of its queries and of the gradients of their outputs."""
+    row = tl.arange(0, BLOCKS.N)
+    valid = (row < SIZES.QUERY_TILE) & (index * SIZES.QUERY_TILE + row < of.number)
+    order_ptr = of.pointers.order
+    tile = tile_at(order_ptr, of.batch, of.head, index, of.num_tiles, row, valid, SIZES)
+    rows = query_rows(of.pointers.query, of.strides, tile, BLOCKS.QUERY_STRIDE)
+    grad_rows = query_rows(of.pointers.grad_output, of.grad_strides, tile, BLOCKS.GRAD_STRIDE)
+    return tile, rows, grad_rows
 
-    codes: (columns, DP) rows of the tables with a spread, or tokens.
-    bias: (columns), -inf where a column is not shown.
-    spread: a tuple of (columns), empty for tokens.
-    """
-    IS_TOKENS: tl.constexpr = len(spread) == 0
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    query = load_tile(queries.query, queries.query_strides, tile, dims, STRIDES.QUERY, SIZES)
-    grad = load_tile(queries.grad, queries.grad_strides, tile, dims, STRIDES.GRAD, SIZES)
-    number = tile.batch_head * queries.number + tile.token
-    numbers = queries.numbers
-    total_ptr = numbers.token_total if IS_TOKENS else numbers.log_total
+
+@triton.jit
+def no_sums(columns, SIZES):
+    """`ColumnSums` over nothing."""
+    zeros = tl.zeros([columns.row.shape[0], SIZES.PADDED_DIM], tl.float32)
+    return ColumnSums(zeros, zeros, tl.zeros(columns.row.shape, tl.float32))
+
+
+@triton.jit
+def add_tile(sums, of, index, columns, is_shown, SIZES, BLOCKS):
+    """Add the queries of a tile to the sums of the columns that it shows."""
+    IS_TOKENS: tl.constexpr = len(columns.spread) == 0
+    pointers = of.pointers
+    tile, rows, grad_rows = _tile_of_head(of, index, SIZES, BLOCKS)
+    query = load_queries(rows, tile, SIZES)[0]
+    grad = load_queries(grad_rows, tile, SIZES)[0]
+    number = of.batch_head * of.number + tile.token
+    total_ptr = pointers.token_total if IS_TOKENS else pointers.log_total
     total = tl.load(total_ptr + number, mask=tile.valid, other=float("inf"))
-    delta = tl.load(numbers.delta + number, mask=tile.valid, other=0.0)
+    delta = tl.load(pointers.delta + number, mask=tile.valid, other=0.0)
 
     # (columns, BLOCK_N)
-    logits = tl.zeros([codes.shape[0], query.shape[0]], tl.float32)
+    logits = tl.zeros([columns.row.shape[0], BLOCKS.N], tl.float32)
     products = logits - delta[None, :]
-    logits = product(codes, tl.trans(query), logits)
+    logits = product(columns.key, tl.trans(query), logits)
     if IS_TOKENS:
         logits *= SIZES.FACTOR
+    bias = tl.where(is_shown, columns.bias, float("-inf"))
     weights = tl.exp2(logits + bias[:, None] - total[None, :])
     of_spreads = sums.of_spreads
     if SIZES.FIRST_ORDER and not IS_TOKENS:
-        grad_seen = tl.load(numbers.grad_seen + number, mask=tile.valid, other=0.0)
-        products += spread[0][:, None] * grad_seen[None, :]
+        grad_seen = tl.load(pointers.grad_seen + number, mask=tile.valid, other=0.0)
+        products += columns.spread[0][:, None] * grad_seen[None, :]
         of_spreads += tl.sum(weights * grad_seen[None, :], axis=1)
-    grad_logits = weights * product(values, tl.trans(grad), products)
+    grad_logits = weights * product(columns.value, tl.trans(grad), products)
 
     # (columns, DP)
     of_values = product(weights.to(grad.dtype), grad, sums.of_values)
@@ -131,27 +149,21 @@ def add_tile(sums, queries, tile, codes, values, bias, spread, STRIDES, SIZES):
 
 
 @triton.jit
-def sums_where_shown(
-    queries, level_ptr, LEVEL, rows, is_row, codes, values, bias, spread, STRIDES, SIZES, BLOCKS
-):
-    """`ColumnSums` over the tiles that show rows at a level; arguments as in `add_tile`."""
-    sums = no_sums(rows.shape[0], SIZES)
-    for first in tl.range(0, queries.num_tiles, BLOCKS.TILES):
+def sums_where_shown(sums, of, columns, LEVEL, SIZES, BLOCKS):
+    """Add the tiles that show columns at a level to their sums."""
+    for first in tl.range(0, of.num_tiles, BLOCKS.TILES):
         # (TILES, columns)
         tiles = first + tl.arange(0, BLOCKS.TILES)
-        pointers = level_ptr + tiles.to(tl.int64)[:, None] * SIZES.ROWS + rows[None, :]
-        mask = (tiles < queries.num_tiles)[:, None] & is_row[None, :]
-        is_shown = tl.load(pointers, mask=mask, other=0) == LEVEL
-        has_shown = tl.max(is_shown.to(tl.int32), axis=1)
+        level_ptr = of.level + tiles.to(tl.int64)[:, None] * SIZES.ROWS + columns.row[None, :]
+        mask = (tiles < of.num_tiles)[:, None] & columns.valid[None, :]
+        levels = tl.load(level_ptr, mask=mask, other=0)
+        has_shown = tl.max((levels == LEVEL).to(tl.int32), axis=1)
         index = first - 1
         for _ in tl.range(0, tl.sum(has_shown, axis=0)):
             index = tl.min(tl.where((has_shown > 0) & (tiles > index), tiles, NEVER), axis=0)
-            level = tl.load(
-                level_ptr + index.to(tl.int64) * SIZES.ROWS + rows, mask=is_row, other=0
-            )
-            tile = queries_at(queries, index, SIZES, BLOCKS.N)
-            shown_bias = tl.where(level == LEVEL, bias, float("-inf"))
-            sums = add_tile(sums, queries, tile, codes, values, shown_bias, spread, STRIDES, SIZES)
+            tile_level_ptr = of.level + index.to(tl.int64) * SIZES.ROWS
+            level = tl.load(tile_level_ptr + columns.row, mask=columns.valid, other=0)
+            sums = add_tile(sums, of, index, columns, level == LEVEL, SIZES, BLOCKS)
     return sums
 
 
@@ -164,130 +176,97 @@ def row_gradients_of_head(found, batch_head, SIZES):
         found.row + batch_head * (SIZES.ROWS * 2 * DIM),
         found.spread + batch_head * SIZES.ROWS,
         found.matrix + batch_head * (DIM * DIM),
-        found.largest + batch_head * (SIDE * SIDE),
+        found.matrix_size + batch_head * SIDE,
         found.of_offsets + batch_head * SIDE,
     )
 
 
 @triton.jit
-def _write_rows(queries, tables, level_ptr, found, first, STRIDES, SIZES, BLOCKS):
+def _write_rows(of, tables, found, first, SIZES, BLOCKS):
     """Write the gradients for the keys of some rows of the tables."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
-    rows = first + tl.arange(0, BLOCKS.ROWS)
-    is_row = rows < SIZES.ROWS
-    codes = load_codes(tables, rows, is_row, SIZES)[0]
-    values, _ = load_values(tables, rows, is_row, SIZES)
-    spread = tl.load(tables.spread + rows, mask=is_row, other=0.0)
-    log_counts = tl.load(tables.log_counts + rows, mask=is_row, other=float("-inf"))
-    sums = sums_where_shown(
-        queries,
-        level_ptr,
-        1,
-        rows,
-        is_row,
-        codes,
-        values[0],
-        log_counts,
-        (spread,),
-        STRIDES,
-        SIZES,
-        BLOCKS,
-    )
-    counts = tl.load(tables.counts + rows, mask=is_row, other=0)
-    share = 1.0 / tl.maximum(counts, 1)
-    row_ptr = found.row + rows[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
-    tl.store(row_ptr, sums.of_values * share[:, None], mask=is_row[:, None])
-    tl.store(row_ptr + DIM, sums.of_keys * (share * BLOCKS.SCALE)[:, None], mask=is_row[:, None])
+    row = first + tl.arange(0, BLOCKS.ROWS)
+    valid = row < SIZES.ROWS
+    codes = load_codes(tables, row, valid, SIZES)[0]
+    values, _ = load_values(tables, row, valid, SIZES)
+    log_counts = tl.load(tables.log_counts + row, mask=valid, other=0.0)
+    spread = tl.load(tables.spread + row, mask=valid, other=0.0)
+    columns = Columns(row, valid, codes, values[0], log_counts, (spread,))
+    sums = sums_where_shown(no_sums(columns, SIZES), of, columns, AS_CODEWORD, SIZES, BLOCKS)
+
+    inverse = 1.0 / tl.maximum(tl.load(tables.counts + row, mask=valid, other=0), 1)
+    row_ptr = found.row + row[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(row_ptr, sums.of_values * inverse[:, None], mask=valid[:, None])
+    tl.store(row_ptr + DIM, sums.of_keys * inverse[:, None], mask=valid[:, None])
     if SIZES.FIRST_ORDER:
-        of_offsets = sums.of_spreads * share * (2.0 * SIZES.FACTOR * SIZES.FACTOR)
-        tl.store(found.spread + rows, of_offsets, mask=is_row)
+        of_offsets = sums.of_spreads * inverse * (2.0 * SIZES.FACTOR / LN2)
+        tl.store(found.spread + row, of_offsets, mask=valid)
 
 
 @triton.jit
 def _inverse_spread(tables, SIZES):
-    """1 over the sum of all keys' spreads around their leaves; 0 for the inverse of nothing."""
+    """1 / S; 0 without a first-order term."""
     total = tl.zeros([64], tl.float32)
     for first in tl.range(SIZES.PARENT_ROWS, SIZES.ROWS, 64):
-        rows = first + tl.arange(0, 64)
-        counts = tl.load(tables.counts + rows, mask=rows < SIZES.ROWS, other=0)
-        total += counts * tl.load(tables.spread + rows, mask=rows < SIZES.ROWS, other=0.0)
+        row = first + tl.arange(0, 64)
+        counts = tl.load(tables.counts + row, mask=row < SIZES.ROWS, other=0)
+        total += counts * tl.load(tables.spread + row, mask=row < SIZES.ROWS, other=0.0)
     spread = tl.sum(total, axis=0)
     return tl.where(spread > LEAST, 1.0 / tl.maximum(spread, LEAST), 0.0)
 
 
 @triton.jit
-def _write_matrix(queries, tables, found, strip, STRIDES, SIZES, BLOCKS):
+def _write_matrix(of, tables, found, strip, SIZES, BLOCKS):
     """Write the gradient of a strip of rows of the first-order matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
-    SIDE: tl.constexpr = SIZES.MATRIX_SIDE
-    BLOCK: tl.constexpr = DIM // SIDE
+    BLOCK: tl.constexpr = DIM // SIZES.MATRIX_SIDE
     values = strip * BLOCK + tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM)
     total = tl.zeros([BLOCK, DIM], tl.float32)
-    for index in tl.range(0, queries.num_tiles):
-        tile = queries_at(queries, index, SIZES, BLOCKS.N)
-        query = load_tile(queries.query, queries.query_strides, tile, dims, STRIDES.QUERY, SIZES)
-        grad = load_tile(queries.grad, queries.grad_strides, tile, values, STRIDES.GRAD, SIZES)
-        number = tile.batch_head * queries.number + tile.token
-        share = tl.load(queries.numbers.share + number, mask=tile.valid, other=0.0)
+    for index in tl.range(0, of.num_tiles):
+        tile, rows, grad_rows = _tile_of_head(of, index, SIZES, BLOCKS)
+        query = load_queries(rows, tile, SIZES)[0]
+        grad = load_query_dims(grad_rows, strip * BLOCK, tile, SIZES.HEAD_DIM, BLOCK)
+        number = of.batch_head * of.number + tile.token
+        share = tl.load(of.pointers.share + number, mask=tile.valid, other=0.0)
         # Relative to the largest, to fit half precision.
         largest = tl.maximum(tl.max(share, axis=0), LEAST)
         grad = (grad.to(tl.float32) * (share / largest)[:, None]).to(query.dtype)
         total += product(tl.trans(grad), query, tl.zeros([BLOCK, DIM], tl.float32)) * largest
 
-    inverse = _inverse_spread(tables, SIZES)
     numbers = values[:, None] * DIM + dims[None, :]
     matrix = tl.load(tables.matrix + numbers)
+    inverse = _inverse_spread(tables, SIZES)
     of_offsets = tl.sum(tl.sum(total * matrix, axis=1), axis=0) * inverse
-    tl.store(found.of_offsets + strip, of_offsets * (-2.0 * SIZES.FACTOR * SIZES.FACTOR))
-    total *= inverse * BLOCKS.SCALE
+    tl.store(found.of_offsets + strip, of_offsets * (-2.0 * SIZES.FACTOR / LN2))
+    total *= inverse
     tl.store(found.matrix + numbers, total)
-    largest_of_strip = tl.max(tl.max(tl.abs(total), axis=1), axis=0)
-    blocks = strip * SIDE + tl.arange(0, SIDE)
-    tl.store(found.largest + blocks, tl.zeros([SIDE], tl.float32) + largest_of_strip)
+    tl.store(found.matrix_size + strip, tl.max(tl.max(tl.abs(total), axis=1), axis=0))
 
 
 @triton.jit
 def row_gradients_kernel(
-    query_ptr,
-    query_order_ptr,
-    grad_output_ptr,
+    queries: QueryPointers,
     tables: Tables,
     columns: ColumnPointers,
-    numbers: QueryNumbers,
     found: RowGradients,
     num_queries,
     num_tiles,
     query_strides: Strides,
     grad_strides: Strides,
-    STRIDES: tl.constexpr,
     SIZES: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    GRADIENT_BLOCKS: tl.constexpr,
 ):
     """Write the gradients of some rows of the tables, or of the first-order matrix."""
-    head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    STRIPS: tl.constexpr = SIZES.MATRIX_SIDE if SIZES.FIRST_ORDER else 0
     index = tl.program_id(0)
-    batch_head = batch * SIZES.HEADS + head
-    queries = Queries(
-        query_ptr,
-        grad_output_ptr,
-        query_order_ptr,
-        numbers,
-        query_strides,
-        grad_strides,
-        batch,
-        head,
-        num_queries,
-        num_tiles,
+    of = head_of_queries(
+        queries, columns, query_strides, grad_strides, num_queries, num_tiles, SIZES
     )
-    tables = head_of_tables(tables, batch_head, head, SIZES)
-    found = row_gradients_of_head(found, batch_head, SIZES)
-    if SIZES.FIRST_ORDER:
-        if index < SIZES.MATRIX_SIDE:
-            _write_matrix(queries, tables, found, index, STRIDES, SIZES, BLOCKS)
-            return
-        index -= SIZES.MATRIX_SIDE
-    level_ptr = columns.level + batch_head * num_tiles * SIZES.ROWS
-    first = index * BLOCKS.ROWS
-    _write_rows(queries, tables, level_ptr, found, first, STRIDES, SIZES, BLOCKS)
+    tables = head_of_tables(tables, of.batch_head, of.head, SIZES)
+    found = row_gradients_of_head(found, of.batch_head, SIZES)
+    if SIZES.FIRST_ORDER and index < STRIPS:
+        _write_matrix(of, tables, found, index, SIZES, GRADIENT_BLOCKS)
+    else:
+        first = (index - STRIPS) * GRADIENT_BLOCKS.ROWS
+        _write_rows(of, tables, found, first, SIZES, GRADIENT_BLOCKS)

@@ -306,6 +306,16 @@ def _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS):
 
 
 @triton.jit
+def _show_nothing(columns, SIZES):
+    """Set the level of all rows to 0."""
+    for first in tl.range(0, SIZES.ROWS, 256):
+        rows = first + tl.arange(0, 256)
+        tl.store(columns.level + rows, tl.zeros([256], tl.int8), mask=rows < SIZES.ROWS)
+    # Other threads store levels next.
+    tl.debug_barrier()
+
+
+@triton.jit
 def columns_of_tile(columns, tile, SIZES):
     """The `ColumnPointers` of a tile."""
     return ColumnPointers(
@@ -402,11 +412,7 @@ def select_kernel(
         size = tl.sum(size_of(query, SIZES) * inverse, axis=0)
         asked, masses = _ask(query, inverse, size, tables, centre_ptr, sinks, SIZES, BLOCKS)
     if BLOCKS.LEVELS:
-        for first in tl.range(0, SIZES.ROWS, 256):
-            rows = first + tl.arange(0, 256)
-            zeros = tl.zeros([256], tl.int8)
-            tl.store(columns.level + rows, zeros, mask=rows < SIZES.ROWS)
-        tl.debug_barrier()
+        _show_nothing(columns, SIZES)
     counted = _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS)
     tl.store(columns.shown, counted.codewords)
     tl.store(columns.shown + 1, counted.keys)

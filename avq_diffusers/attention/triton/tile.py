@@ -74,7 +74,7 @@ def query_rows(pointer, strides, tile, STRIDE_TOKEN):
 
 
 @triton.jit
-def _load_dims(row_pointers, first, tile, HEAD_DIM, WIDTH, AGAIN):
+def load_query_dims(row_pointers, first, tile, HEAD_DIM, WIDTH, AGAIN=False):
     """Load dims of the query rows from `first` on, padded with zeros."""
     dims = first + tl.arange(0, WIDTH)
     mask = tile.valid[:, None] & (dims < HEAD_DIM)[None, :]
@@ -92,10 +92,10 @@ def load_queries(row_pointers, tile, SIZES, AGAIN=False):
 
     AGAIN: the compiler does not keep what was loaded before in registers.
     """
-    query = (_load_dims(row_pointers, 0, tile, SIZES.HEAD_DIM, SIZES.BLOCK_D, AGAIN),)
+    query = (load_query_dims(row_pointers, 0, tile, SIZES.HEAD_DIM, SIZES.BLOCK_D, AGAIN),)
     if SIZES.REST_D > 0:
         query += (
-            _load_dims(row_pointers, SIZES.BLOCK_D, tile, SIZES.HEAD_DIM, SIZES.REST_D, AGAIN),
+            load_query_dims(row_pointers, SIZES.BLOCK_D, tile, SIZES.HEAD_DIM, SIZES.REST_D, AGAIN),
         )
     return query
 

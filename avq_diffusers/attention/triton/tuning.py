@@ -207,7 +207,9 @@ def gradient_tiling(problem: Problem) -> GradientTiling:
     attention = AttentionTiling(
         num_warps=-(-rows // 16), num_stages=1, codewords=columns, keys=columns, leaves=columns
     )
-    return GradientTiling(attention, rows=columns, keys=columns, tiles=32, num_warps=4)
+    # Sums of more than 64 dims spill with fewer.
+    num_warps = 8 if problem.query.shape[3] > 64 else 4
+    return GradientTiling(attention, rows=columns, keys=columns, tiles=32, num_warps=num_warps)
 
 
 def clamped_power_of_2(number: int, least: int, most: int) -> int:
