@@ -266,7 +266,7 @@ def attend_kernel(
     """Write the outputs of one query tile."""
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
-    tile = whole_tile(query_order_ptr, num_queries, SIZES, BLOCKS.N)
+    tile = whole_tile(query_order_ptr, columns.shown, num_queries, SIZES, BLOCKS.N)
     tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
     query_row_ptr = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
     query = load_queries(query_row_ptr, tile, SIZES)

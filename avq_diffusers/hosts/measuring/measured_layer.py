@@ -1,7 +1,7 @@
 """One layer during exact runs: what thresholds do to the model's output, and what they cost."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -36,7 +36,7 @@ class Position(Protocol):
     depth: int
     turn: int
     start: int
-    thresholds: Sequence[float]
+    thresholds: tuple[float, ...]
 
 
 class MeasuredLayer:
