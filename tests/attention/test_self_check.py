@@ -82,7 +82,11 @@ def test_wrong_outputs_are_far_off(name):
     assert self_check.distance(found, expected) > self_check.LARGEST_ERROR
 
 
-OUTPUT, GRAD_VALUE = itemgetter("output_ptr"), itemgetter("grad_value_ptr")
+OUTPUT = itemgetter("output_ptr")
+
+
+def of_values(arguments):
+    return arguments["grads"].value
 
 
 def table(name):
@@ -90,7 +94,7 @@ def table(name):
 
 
 WRONG_KERNELS = {
-    "a number is NaN": ("attention_kernel", OUTPUT, WRONG_OUTPUTS["a number is NaN"]),
+    "a number is NaN": ("attend_kernel", OUTPUT, WRONG_OUTPUTS["a number is NaN"]),
     "mean values are missing": (
         "aggregate_kernel",
         table("mean_values"),
@@ -124,7 +128,7 @@ def gradients(backend: str) -> list[torch.Tensor]:
 def test_right_gradients_pass_once_and_are_those_of_the_kernels(monkeypatch):
     """Catches gradients that PyTorch's replace, and a check that compares different elements."""
     right = gradients("triton")
-    spoil(monkeypatch, "key_gradients_kernel", GRAD_VALUE, lambda x: x.mul_(1.25))
+    spoil(monkeypatch, "key_gradients_kernel", of_values, lambda x: x.mul_(1.25))
     torch.testing.assert_close(gradients("triton")[2], 1.25 * right[2])
 
 
@@ -142,7 +146,7 @@ def lack(tensor):
 )
 def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
     """Catches a check of the forward pass only, and one gradient that passes for all."""
-    spoil(monkeypatch, "key_gradients_kernel", GRAD_VALUE, change)
+    spoil(monkeypatch, "key_gradients_kernel", of_values, change)
     with pytest.warns(UserWarning, match=message):
         found = gradients("triton")
     assert all(map(torch.equal, found, gradients("torch")))

@@ -90,7 +90,9 @@ def test_compare_on_a_transformer(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["M4P2C2", "tome", "M4P2C2/means"])
 def test_methods_that_a_transformer_does_not_have(pipe, name):
-    message = "methods for images by a transformer are exact, .*, pisa@.15, M64P16C8/own, but"
+    message = (
+        "methods for images by a transformer are exact, .*, pisa@.15, M64C8T1e-4, M64P16C8/own, but"
+    )
     with pytest.raises(ValueError, match=message):
         load_methods(pipe, [name], levels=(0,))
 

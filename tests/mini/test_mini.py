@@ -199,6 +199,9 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
     assert errors[1] > 3 * errors[0]
 
 
+@pytest.mark.xfail(
+    strict=True, reason="trained before the first-order term, with which AVQ alone is closer"
+)
 @pytest.mark.parametrize(
     ("folder", "config"),
     [
