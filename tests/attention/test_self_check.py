@@ -82,22 +82,29 @@ def test_wrong_outputs_are_far_off(name):
     assert self_check.distance(found, expected) > self_check.LARGEST_ERROR
 
 
-OUTPUT, GRAD_VALUE = itemgetter("output_ptr"), itemgetter("grad_value_ptr")
+OUTPUT = itemgetter("output_ptr")
 
 
-def table(name):
-    return lambda arguments: getattr(arguments["tables"], name)
+def part(group, name):
+    return lambda arguments: getattr(arguments[group], name)
+
+
+GRAD_VALUE = part("grads", "value")
 
 
 WRONG_KERNELS = {
-    "a number is NaN": ("attention_kernel", OUTPUT, WRONG_OUTPUTS["a number is NaN"]),
+    "a number is NaN": ("attend_kernel", OUTPUT, WRONG_OUTPUTS["a number is NaN"]),
     "mean values are missing": (
         "aggregate_kernel",
-        table("mean_values"),
+        part("tables", "mean_values"),
         fill(0, ALL, ALL, slice(4)),
     ),
-    "counts are of others": ("aggregate_kernel", table("log_counts"), roll),
-    "codes are of others": ("aggregate_kernel", table("codes"), lambda x: x.copy_(x.roll(1, -2))),
+    "counts are of others": ("aggregate_kernel", part("tables", "log_counts"), roll),
+    "codes are of others": (
+        "aggregate_kernel",
+        part("tables", "codes"),
+        lambda x: x.copy_(x.roll(1, -2)),
+    ),
 }
 
 
