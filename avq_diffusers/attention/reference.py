@@ -133,8 +133,12 @@ def levels(
 
 
 def sampled(tile_query: Tensor, num_queries: int) -> Tensor:
-    """The queries (B, H, I, D) of a tile that decide its resolution: from `SAMPLED_FROM` queries in
-    all on, `SAMPLE` evenly spaced ones, else all."""
+    """The queries of a tile that decide its resolution: `SAMPLE` evenly spaced ones, or all.
+
+    Args:
+        tile_query: (B, H, I, D).
+        num_queries: number of queries of the call; all of a tile decide below `SAMPLED_FROM`.
+    """
     length = tile_query.shape[2]
     if num_queries < SAMPLED_FROM or length <= SAMPLE:
         return tile_query
@@ -225,7 +229,11 @@ def _masses(tile_query: Tensor, found: Quantized, sink_key: Tensor | None) -> tu
 
 
 def tiles(tensors: Tensors, spec: Spec) -> tuple[Tensor, ...]:
-    """The queries of each tile."""
+    """The places of the queries of each tile.
+
+    Args:
+        tensors, spec: as in `avq_attention`.
+    """
     order, query = tensors.query_order, tensors.query
     order = torch.arange(query.shape[2], device=query.device) if order is None else order
     return order.split(spec.query_tile)

@@ -224,16 +224,20 @@ def attend_tile(
 
 
 @triton.jit
-def _follow(output, query, tables, size, VALUE, VALUES, SIZES):
-    """Add the matrix times queries to some dims of the output.
+def _output(numerator, inverse, query, tables, size, VALUE, SIZES):
+    """Outputs (BLOCK_N, dims), from dim VALUE on.
 
-    size: largest number of the matrix, which the queries have been multiplied by.
+    query: the queries, times `size` and the weight of the first-order term.
+    size: largest number of the matrix.
     """
-    block = matrix_block(tables, size, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES)
-    output = product(query[0], block, output)
-    if SIZES.REST_D > 0:
-        block = matrix_block(tables, size, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
-        output = product(query[1], block, output)
+    VALUES: tl.constexpr = numerator.shape[1]
+    output = numerator * inverse[:, None]
+    if SIZES.FIRST_ORDER:
+        block = matrix_block(tables, size, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES)
+        output = product(query[0], block, output)
+        if SIZES.REST_D > 0:
+            rest = matrix_block(tables, size, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
+            output = product(query[1], rest, output)
     return output
 
 
@@ -266,7 +270,7 @@ def attend_kernel(
     """Write the outputs of one query tile."""
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
-    tile = whole_tile(query_order_ptr, num_queries, SIZES, BLOCKS.N)
+    tile = whole_tile(query_order_ptr, columns.shown, num_queries, SIZES, BLOCKS.N)
     tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
     query_row_ptr = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
     query = load_queries(query_row_ptr, tile, SIZES)
@@ -274,22 +278,18 @@ def attend_kernel(
         query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
     )
     inverse = 1.0 / total_weight(softmax, SIZES)
-    seen = total_spread(softmax, SIZES) * inverse
-    output = softmax.numerator[0] * inverse[:, None]
-    rest = ()
-    if SIZES.REST_D > 0:
-        rest += (softmax.numerator[1] * inverse[:, None],)
+    size = 0.0
     if SIZES.FIRST_ORDER:
+        seen = total_spread(softmax, SIZES) * inverse
         query = load_queries(query_row_ptr, tile, SIZES, True)
         size = matrix_size(tables, SIZES)
         query = times(query, size * seen / (1.0 + seen * size_of(query, SIZES)), SIZES)
-        output = _follow(output, query, tables, size, 0, BLOCK_D, SIZES)
-        if SIZES.REST_D > 0:
-            rest = (_follow(rest[0], query, tables, size, BLOCK_D, SIZES.REST_D, SIZES),)
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
+    output = _output(softmax.numerator[0], inverse, query, tables, size, 0, SIZES)
     store_dims(rows, 0, tile, output, HEAD_DIM)
     if SIZES.REST_D > 0:
-        store_dims(rows, BLOCK_D, tile, rest[0], HEAD_DIM)
+        rest = _output(softmax.numerator[1], inverse, query, tables, size, BLOCK_D, SIZES)
+        store_dims(rows, BLOCK_D, tile, rest, HEAD_DIM)
 
 
 class Tiles(NamedTuple):

@@ -192,7 +192,7 @@ def query_gradients_kernel(
     grad_query: (B, N, H, D).
     """
     HAS_TOKENS: tl.constexpr = SIZES.REFINES == "threshold" or SIZES.SINKS
-    tile = whole_tile(queries.order, num_queries, SIZES, BLOCKS.N)
+    tile = whole_tile(queries.order, columns.shown, num_queries, SIZES, BLOCKS.N)
     tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
     rows = query_rows(queries.query, query_strides, tile, GRADIENT_BLOCKS.QUERY_STRIDE)
     grad_rows = query_rows(queries.grad_output, grad_strides, tile, GRADIENT_BLOCKS.GRAD_STRIDE)

@@ -116,12 +116,12 @@ def _growth(x):
 
 
 @triton.jit
-def _append(tables, columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
+def _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
     """Add rows that hold keys to the columns, key by key where `is_fine`."""
     is_shown = has_keys & ~is_fine
     place = counted.codewords + tl.cumsum(is_shown.to(tl.int32), axis=0) - 1
     tl.store(columns.row + place, rows, mask=is_shown)
-    bias = tl.load(tables.log_counts + rows, mask=is_shown, other=0.0)
+    bias = tl.log2(tl.maximum(counts, 1).to(tl.float32))
     tl.store(columns.bias + place, bias, mask=is_shown)
     num_codewords = counted.codewords + tl.sum(is_shown.to(tl.int32), axis=0)
     num_leaves = counted.leaves
@@ -267,7 +267,7 @@ def _append_children(asked, tables, columns, counted, first, num_refined, thresh
     if SIZES.REFINES == "threshold":
         masses = _masses(asked, tables, rows, valid, SIZES)
         is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
-    return _append(tables, columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS)
+    return _append(columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS)
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS):
     is_refined = _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS)
     is_shown = (counts > 0) & ~is_refined
     none = parents < 0
-    counted = _append(tables, columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
+    counted = _append(columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
     if SIZES.REFINES != "none":
         num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
         place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
@@ -293,7 +293,7 @@ def _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS):
         if SIZES.REFINES == "threshold":
             of_stays = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
             is_fine = _is_fine(of_stays, tables, rows, has_keys, counts, asked.size, threshold)
-        counted = _append(tables, columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
+        counted = _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
 
         if SIZES.CHILD_ROWS > 0:
             # The loop reads what other threads of this program wrote.

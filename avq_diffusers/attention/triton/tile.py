@@ -13,6 +13,8 @@ from avq_diffusers.attention.triton.rows import Tables
 
 # From squared logits in base 2 to those in base e, 1 / log2(e)^2.
 SQUARED_LN2 = tl.constexpr(math.log(2) ** 2)
+# Neighbouring tiles whose programs begin in the order of their work.
+GROUP = tl.constexpr(32)
 
 
 class TileOfQueries(NamedTuple):
@@ -37,13 +39,33 @@ def tile_at(query_order_ptr, batch, head, index, num_tiles, row, valid, SIZES):
 
 
 @triton.jit
-def whole_tile(query_order_ptr, num_queries, SIZES, BLOCK_N):
+def _longest_first(shown_ptr, index, num_tiles):
+    """The tile in place of one, so that programs on tiles with more columns begin first.
+
+    shown_ptr: numbers of codewords and of keys of the head's tiles; only `GROUP` neighbours change
+        places.
+    """
+    first = index // GROUP * GROUP
+    tile = tl.arange(0, GROUP)
+    is_tile = first + tile < num_tiles
+    codewords = tl.load(shown_ptr + 2 * (first + tile), mask=is_tile, other=-1)
+    keys = tl.load(shown_ptr + 2 * (first + tile) + 1, mask=is_tile, other=0)
+    order = (codewords + keys) * GROUP - tile
+    rank = tl.sum((order[None, :] > order[:, None]).to(tl.int32), axis=1)
+    return first + tl.sum(tl.where(rank == index - first, tile, 0), axis=0)
+
+
+@triton.jit
+def whole_tile(query_order_ptr, shown_ptr, num_queries, SIZES, BLOCK_N):
     """The `TileOfQueries` of this program, one of a grid of tiles."""
     num_tiles = tl.num_programs(0) // SIZES.HEADS
     # Heads first: the rows of neighbouring heads share cache lines.
     head = tl.program_id(0) % SIZES.HEADS
     index = tl.program_id(0) // SIZES.HEADS
     batch = tl.program_id(1).to(tl.int64)
+    if SIZES.REFINES == "threshold":
+        first_tile = (batch * SIZES.HEADS + head) * num_tiles
+        index = _longest_first(shown_ptr + 2 * first_tile, index, num_tiles)
     row = tl.arange(0, BLOCK_N)
     valid = (row < SIZES.QUERY_TILE) & (index * SIZES.QUERY_TILE + row < num_queries)
     return tile_at(query_order_ptr, batch, head, index, num_tiles, row, valid, SIZES)

@@ -70,7 +70,7 @@ class ExactRuns:
         **arguments: Any,
     ) -> None:
         self.pipe, self.seed, self.arguments = pipe, seed, arguments
-        self.thresholds = THRESHOLDS
+        self.thresholds: tuple[float, ...] = THRESHOLDS
         self.num_inference_steps = num_inference_steps
         self.shown, self.progress_name = progress, progress_name
         self.models = models_of(pipe)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,13 +15,28 @@ from avq_diffusers.hosts.core import EXACT, LayerSpec, LayerState, kept_millisec
 from avq_diffusers.hosts.measuring.allocation import Floats
 from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured
 
-if TYPE_CHECKING:
-    from avq_diffusers.hosts.measuring.exact_runs import ExactRuns
-
 # What layers run in a repeated call, by layer name; the rest run exact attention.
 Trial: TypeAlias = Mapping[str, Spec | None]
 # Repeats the current call and returns the squared relative error of its output.
 Repeat: TypeAlias = Callable[[Trial], float]
+
+
+class Position(Protocol):
+    """Where exact runs are.
+
+    Attributes:
+        trial: what a repeated call tries; None in other calls.
+        depth: number of open calls of models, one in the other.
+        turn: whose layers measure in the current call.
+        start: the part of the denoising that the current call belongs to.
+        thresholds: what is tried, in this order.
+    """
+
+    trial: Trial | None
+    depth: int
+    turn: int
+    start: int
+    thresholds: tuple[float, ...]
 
 
 class MeasuredLayer:
@@ -30,11 +45,11 @@ class MeasuredLayer:
     Args:
         layer: name, level and head shape.
         state: the layer's state during the measurement.
-        runs: the runs.
+        runs: where they are.
         turn: measures the layer in the calls of this turn.
     """
 
-    def __init__(self, layer: LayerSpec, state: LayerState, runs: "ExactRuns", turn: int) -> None:
+    def __init__(self, layer: LayerSpec, state: LayerState, runs: Position, turn: int) -> None:
         self.layer = LayerSpec(**layer.stored)
         self.state, self.runs, self.turn = state, runs, turn
         self.spec = state.config.spec
