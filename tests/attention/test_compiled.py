@@ -24,7 +24,8 @@ KERNELS |= {"query_gradients", "row_gradients", "key_gradients"}
 MOST_SPILLED = {
     "attend": {90: 0.025},
     "aggregate": {86: 0.025, 89: 0.025, 90: 0.025, 100: 0.0125},
-    "query_gradients": {80: 0.025, 86: 0.025, 89: 0.025},
+    "query_gradients": dict.fromkeys((80, 86, 89, 90, 100, 120), 0.025),
+    "key_gradients": {100: 0.0125},
 }
 
 

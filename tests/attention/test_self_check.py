@@ -85,23 +85,26 @@ def test_wrong_outputs_are_far_off(name):
 OUTPUT = itemgetter("output_ptr")
 
 
-def of_values(arguments):
-    return arguments["grads"].value
+def part(group, name):
+    return lambda arguments: getattr(arguments[group], name)
 
 
-def table(name):
-    return lambda arguments: getattr(arguments["tables"], name)
+GRAD_VALUE = part("grads", "value")
 
 
 WRONG_KERNELS = {
     "a number is NaN": ("attend_kernel", OUTPUT, WRONG_OUTPUTS["a number is NaN"]),
     "mean values are missing": (
         "aggregate_kernel",
-        table("mean_values"),
+        part("tables", "mean_values"),
         fill(0, ALL, ALL, slice(4)),
     ),
-    "counts are of others": ("aggregate_kernel", table("log_counts"), roll),
-    "codes are of others": ("aggregate_kernel", table("codes"), lambda x: x.copy_(x.roll(1, -2))),
+    "counts are of others": ("aggregate_kernel", part("tables", "log_counts"), roll),
+    "codes are of others": (
+        "aggregate_kernel",
+        part("tables", "codes"),
+        lambda x: x.copy_(x.roll(1, -2)),
+    ),
 }
 
 
@@ -128,7 +131,7 @@ def gradients(backend: str) -> list[torch.Tensor]:
 def test_right_gradients_pass_once_and_are_those_of_the_kernels(monkeypatch):
     """Catches gradients that PyTorch's replace, and a check that compares different elements."""
     right = gradients("triton")
-    spoil(monkeypatch, "key_gradients_kernel", of_values, lambda x: x.mul_(1.25))
+    spoil(monkeypatch, "key_gradients_kernel", GRAD_VALUE, lambda x: x.mul_(1.25))
     torch.testing.assert_close(gradients("triton")[2], 1.25 * right[2])
 
 
@@ -146,7 +149,7 @@ def lack(tensor):
 )
 def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, change, message):
     """Catches a check of the forward pass only, and one gradient that passes for all."""
-    spoil(monkeypatch, "key_gradients_kernel", of_values, change)
+    spoil(monkeypatch, "key_gradients_kernel", GRAD_VALUE, change)
     with pytest.warns(UserWarning, match=message):
         found = gradients("triton")
     assert all(map(torch.equal, found, gradients("torch")))

@@ -91,19 +91,19 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
         grad_seen=part(num_queries, when=follows),
         share=part(num_queries, when=follows),
     )
-    found = RowGradients(
+    row_gradients = RowGradients(
         row=part(sizes.ROWS, 2 * dim),
         spread=part(sizes.ROWS, when=follows),
         matrix=part(dim, dim, when=follows),
         matrix_size=part(side, when=follows),
-        of_offsets=part(side, when=follows),
+        variance=part(side, when=follows),
     )
     grad_strides = grad_output.divided(1)
     grad_sinks = given.grad_sink_key, given.grad_sink_value
     arguments = tiles.arguments | {
         "grad_query_ptr": given.grad_query,
         "queries": queries,
-        "found": found,
+        "gradients": row_gradients,
         "grads": GradTokens(given.grad_key, given.grad_value, *grad_sinks),
         "grad_strides": grad_strides,
         "GRADIENT_BLOCKS": GradientBlocks(

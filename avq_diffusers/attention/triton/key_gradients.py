@@ -79,13 +79,13 @@ def _load_columns(tokens, token, row, valid, SIZES):
 
 
 @triton.jit
-def _add_rows(sums, found, rows, valid, SIZES):
+def _add_rows(sums, gradients, rows, valid, SIZES):
     """Add the gradients that some rows have for their keys."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
-    row_ptr = found.row + rows[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
-    of_values = tl.load(row_ptr, mask=valid[:, None], other=0.0)
-    of_keys = tl.load(row_ptr + DIM, mask=valid[:, None], other=0.0)
-    return ColumnSums(sums.of_values + of_values, sums.of_keys + of_keys, sums.of_spreads)
+    row_ptr = gradients.row + rows[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
+    grad_value = tl.load(row_ptr, mask=valid[:, None], other=0.0)
+    grad_key = tl.load(row_ptr + DIM, mask=valid[:, None], other=0.0)
+    return ColumnSums(sums.grad_value + grad_value, sums.grad_key + grad_key, sums.grad_spread)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _offsets(keys, rows, tables, centre_ptr, SIZES):
 
 
 @triton.jit
-def _of_first_order(keys, cell, found, tables, centre_ptr, SIZES, SCALE):
+def _first_order_gradients(keys, cell, gradients, tables, centre_ptr, SIZES, SCALE):
     """The gradients of the first-order term."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
     strips = tl.arange(0, SIZES.MATRIX_SIDE)
@@ -107,43 +107,43 @@ def _of_first_order(keys, cell, found, tables, centre_ptr, SIZES, SCALE):
     value_offset = tl.where((dims < SIZES.HEAD_DIM)[None, :], value_offset, 0.0)
     offset = _offsets(keys, keys.row, tables, centre_ptr, SIZES)
     # Relative to the largest number, to fit half precision.
-    size = tl.maximum(tl.max(tl.load(found.matrix_size + strips), axis=0), LEAST)
-    matrix = tl.load(found.matrix + dims[:, None] * DIM + dims[None, :]) * (1.0 / size)
+    size = tl.maximum(tl.max(tl.load(gradients.matrix_size + strips), axis=0), LEAST)
+    matrix = tl.load(gradients.matrix + dims[:, None] * DIM + dims[None, :]) * (1.0 / size)
     matrix = matrix.to(keys.key.dtype)
     zeros = tl.zeros(offset.shape, tl.float32)
-    of_values = product(offset.to(matrix.dtype), tl.trans(matrix), zeros) * (size * SCALE)
-    of_keys = product(value_offset.to(matrix.dtype), matrix, zeros) * size
+    grad_value = product(offset.to(matrix.dtype), tl.trans(matrix), zeros) * (size * SCALE)
+    grad_key = product(value_offset.to(matrix.dtype), matrix, zeros) * size
 
-    of_leaf = tl.load(found.spread + keys.row, mask=keys.valid, other=0.0)
-    of_leaf += tl.sum(tl.load(found.of_offsets + strips), axis=0)
-    of_cell = tl.load(found.spread + cell, mask=keys.valid, other=0.0)
-    of_keys += of_leaf[:, None] * offset
-    of_keys += of_cell[:, None] * _offsets(keys, cell, tables, centre_ptr, SIZES)
-    return ColumnSums(of_values, of_keys, tl.zeros(cell.shape, tl.float32))
+    leaf_spread = tl.load(gradients.spread + keys.row, mask=keys.valid, other=0.0)
+    leaf_spread += tl.sum(tl.load(gradients.variance + strips), axis=0)
+    cell_spread = tl.load(gradients.spread + cell, mask=keys.valid, other=0.0)
+    grad_key += leaf_spread[:, None] * offset
+    grad_key += cell_spread[:, None] * _offsets(keys, cell, tables, centre_ptr, SIZES)
+    return ColumnSums(grad_value, grad_key, tl.zeros(cell.shape, tl.float32))
 
 
 @triton.jit
-def _store(key_ptr, value_ptr, sums, token, valid, of, number, SIZES, SCALE):
+def _store(key_ptr, value_ptr, sums, token, valid, head, number, SIZES, SCALE):
     """Write the gradients of some of a head's tokens."""
     dims = tl.arange(0, SIZES.PADDED_DIM)
-    row = (of.batch * number + token) * SIZES.HEADS + of.head
+    row = (head.batch * number + token) * SIZES.HEADS + head.head
     offsets = row[:, None] * SIZES.HEAD_DIM + dims[None, :]
     mask = valid[:, None] & (dims < SIZES.HEAD_DIM)[None, :]
-    tl.store(key_ptr + offsets, sums.of_keys * SCALE, mask=mask)
-    tl.store(value_ptr + offsets, sums.of_values, mask=mask)
+    tl.store(key_ptr + offsets, sums.grad_key * SCALE, mask=mask)
+    tl.store(value_ptr + offsets, sums.grad_value, mask=mask)
 
 
 @triton.jit
-def _write_sinks(of, sinks, grads, first, SIZES, BLOCKS):
+def _write_sinks(head, sinks, grads, first, SIZES, BLOCKS):
     """Write the gradients of some sinks."""
     token = first + tl.arange(0, BLOCKS.KEYS)
     valid = token < sinks.number
     columns = _load_columns(sinks, token, token, valid, SIZES)
     sums = no_sums(columns, SIZES)
-    for index in tl.range(0, of.num_tiles):
-        sums = add_tile(sums, of, index, columns, valid, SIZES, BLOCKS)
+    for index in tl.range(0, head.num_tiles):
+        sums = add_tile(sums, head, index, columns, valid, SIZES, BLOCKS)
     key_ptr, value_ptr = grads.sink_key, grads.sink_value
-    _store(key_ptr, value_ptr, sums, token, valid, of, sinks.number, SIZES, BLOCKS.SCALE)
+    _store(key_ptr, value_ptr, sums, token, valid, head, sinks.number, SIZES, BLOCKS.SCALE)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def key_gradients_kernel(
     tokens: TokenPointers,
     leaves: LeafPointers,
     columns: ColumnPointers,
-    found: RowGradients,
+    gradients: RowGradients,
     grads: GradTokens,
     num_queries,
     num_tiles,
@@ -168,34 +168,34 @@ def key_gradients_kernel(
     KEYS: tl.constexpr = GRADIENT_BLOCKS.KEYS
     SCALE: tl.constexpr = GRADIENT_BLOCKS.SCALE
     index = tl.program_id(0)
-    of = head_of_queries(
+    head = head_of_queries(
         queries, columns, query_strides, grad_strides, num_queries, num_tiles, SIZES
     )
     if SIZES.SINKS:
         sinks = tokens_of_head(
-            tokens.sink_key, tokens.sink_value, sink_layout, of.batch, of.head, SIZES
+            tokens.sink_key, tokens.sink_value, sink_layout, head.batch, head.head, SIZES
         )
         if index * KEYS < sinks.number:
-            _write_sinks(of, sinks, grads, index * KEYS, SIZES, GRADIENT_BLOCKS)
+            _write_sinks(head, sinks, grads, index * KEYS, SIZES, GRADIENT_BLOCKS)
             return
         index -= tl.cdiv(sinks.number, KEYS)
-    keys = tokens_of_head(tokens.key, tokens.value, key_layout, of.batch, of.head, SIZES)
-    tables = head_of_tables(tables, of.batch_head, of.head, SIZES)
-    found = row_gradients_of_head(found, of.batch_head, SIZES)
+    keys = tokens_of_head(tokens.key, tokens.value, key_layout, head.batch, head.head, SIZES)
+    tables = head_of_tables(tables, head.batch_head, head.head, SIZES)
+    gradients = row_gradients_of_head(gradients, head.batch_head, SIZES)
 
     place = index * KEYS + tl.arange(0, KEYS)
     valid = place < keys.number
-    token_ptr = leaves.leaf_order + of.batch_head * keys.number + place
+    token_ptr = leaves.leaf_order + head.batch_head * keys.number + place
     token = tl.load(token_ptr, mask=valid, other=0)
     place = tl.minimum(place, keys.number - 1)
-    leaf, cell = _rows_of(place, leaves.row_start + of.batch_head * SIZES.ROWS, SIZES)
+    leaf, cell = _rows_of(place, leaves.row_start + head.batch_head * SIZES.ROWS, SIZES)
     shown = _load_columns(keys, token, leaf, valid, SIZES)
     sums = no_sums(shown, SIZES)
     if SIZES.FIRST_ORDER:
-        centre_ptr = tokens.centre + of.batch_head * SIZES.PADDED_DIM
-        sums = _of_first_order(shown, cell, found, tables, centre_ptr, SIZES, SCALE)
-    sums = _add_rows(sums, found, leaf, valid, SIZES)
-    sums = _add_rows(sums, found, cell, valid, SIZES)
+        centre_ptr = tokens.centre + head.batch_head * SIZES.PADDED_DIM
+        sums = _first_order_gradients(shown, cell, gradients, tables, centre_ptr, SIZES, SCALE)
+    sums = _add_rows(sums, gradients, leaf, valid, SIZES)
+    sums = _add_rows(sums, gradients, cell, valid, SIZES)
     if SIZES.REFINES == "threshold":
-        sums = sums_where_shown(sums, of, shown, AS_KEYS, SIZES, GRADIENT_BLOCKS)
-    _store(grads.key, grads.value, sums, token, valid, of, keys.number, SIZES, SCALE)
+        sums = sums_where_shown(sums, head, shown, AS_KEYS, SIZES, GRADIENT_BLOCKS)
+    _store(grads.key, grads.value, sums, token, valid, head, keys.number, SIZES, SCALE)

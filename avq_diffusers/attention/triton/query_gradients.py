@@ -97,7 +97,7 @@ class GradQuery(NamedTuple):
     """Sums over the columns of a tile."""
 
     total: tl.tensor  # (BLOCK_N, DP) the gradient divided by LN2
-    of_keys: tl.tensor  # (BLOCK_N) gradients of the logits of keys, times their factor
+    key_logits: tl.tensor  # (BLOCK_N) gradients of the logits of keys, times their factor
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _add_codewords(tile, tables, rows, bias, valid, sums, SIZES):
         products = tile.grad_seen[0][:, None] * spread[None, :]
     grad_logits = _grad_logits(tile, logits, values[0], products)
     grad_logits = grad_logits.to(codes[0].dtype)
-    return GradQuery(product(grad_logits, codes[0], sums.total), sums.of_keys)
+    return GradQuery(product(grad_logits, codes[0], sums.total), sums.key_logits)
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def _add_tokens(tile, of_centre, tokens, token, valid, sums, SIZES):
     keys = load_tokens(tokens.key, token, tokens.key_stride, valid, SIZES)[0]
     grad_logits = (grad_logits * SIZES.FACTOR).to(keys.dtype)
     # Sums of what has been rounded take the centre away exactly.
-    of_keys = sums.of_keys + tl.sum(grad_logits.to(tl.float32), axis=1)
-    return GradQuery(product(grad_logits, keys, sums.total), of_keys)
+    key_logits = sums.key_logits + tl.sum(grad_logits.to(tl.float32), axis=1)
+    return GradQuery(product(grad_logits, keys, sums.total), key_logits)
 
 
 @triton.jit
@@ -165,8 +165,8 @@ def _first_order(query, pulled, seen, SIZES):
     share = seen * guard
     wide = query[0].to(tl.float32)
     grad_share = tl.sum(wide * pulled, axis=1)
-    of_size = share * share * grad_share * (2.0 * SQUARED_LN2 / SIZES.HEAD_DIM)
-    grad_query = (share[:, None] * pulled - of_size[:, None] * wide) * (1.0 / LN2)
+    grad_size = share * share * grad_share * (2.0 * SQUARED_LN2 / SIZES.HEAD_DIM)
+    grad_query = (share[:, None] * pulled - grad_size[:, None] * wide) * (1.0 / LN2)
     return grad_query, grad_share * guard * guard, share
 
 
@@ -212,10 +212,10 @@ def query_gradients_kernel(
     if SIZES.FIRST_ORDER:
         seen = total_spread(softmax, SIZES) / total
         pulled = _pull(grad_rows, tile, tables, SIZES)
-        grad_query, of_seen, share = _first_order(query, pulled, seen, SIZES)
-        delta += of_seen * seen
-        grad_seen += (of_seen,)
-        tl.store(queries.grad_seen + number, of_seen, mask=tile.valid)
+        grad_query, grad_of_seen, share = _first_order(query, pulled, seen, SIZES)
+        delta += grad_of_seen * seen
+        grad_seen += (grad_of_seen,)
+        tl.store(queries.grad_seen + number, grad_of_seen, mask=tile.valid)
         tl.store(queries.share + number, share, mask=tile.valid)
     tl.store(queries.log_total + number, log_total, mask=tile.valid)
     tl.store(queries.delta + number, delta, mask=tile.valid)
@@ -244,6 +244,6 @@ def query_gradients_kernel(
     grad_query = sums.total
     if HAS_TOKENS:
         centre = tl.load(centre_ptr + tl.arange(0, SIZES.PADDED_DIM))
-        grad_query -= sums.of_keys[:, None] * centre[None, :]
+        grad_query -= sums.key_logits[:, None] * centre[None, :]
     output_row_ptr = output_rows(grad_query_ptr, tile, num_queries, SIZES)
     store_dims(output_row_ptr, 0, tile, grad_query * LN2, SIZES.HEAD_DIM)

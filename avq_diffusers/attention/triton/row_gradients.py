@@ -47,7 +47,7 @@ class RowGradients(NamedTuple):
     spread: tl.tensor  # (B, H, ROWS) of a key, divided by its offset to the mean
     matrix: tl.tensor  # (B, H, DP, DP) dA divided by the scale
     matrix_size: tl.tensor  # (B, H, MATRIX_SIDE) largest numbers of the matrix
-    of_offsets: tl.tensor  # (B, H, MATRIX_SIDE) parts of dS, as `spread`
+    variance: tl.tensor  # (B, H, MATRIX_SIDE) parts of dS, as `spread`
 
 
 class HeadOfQueries(NamedTuple):
@@ -78,9 +78,9 @@ class Columns(NamedTuple):
 class ColumnSums(NamedTuple):
     """Sums over queries for some columns: of their values, keys and spreads."""
 
-    of_values: tl.tensor  # (columns, DP)
-    of_keys: tl.tensor  # (columns, DP)
-    of_spreads: tl.tensor  # (columns)
+    grad_value: tl.tensor  # (columns, DP)
+    grad_key: tl.tensor  # (columns, DP)
+    grad_spread: tl.tensor  # (columns)
 
 
 @triton.jit
@@ -96,14 +96,14 @@ def head_of_queries(queries, columns, strides, grad_strides, number, num_tiles, 
 
 
 @triton.jit
-def _tile_of_head(of, index, SIZES, BLOCKS):
+def _tile_of_head(head, index, SIZES, BLOCKS):
     """A `TileOfQueries`, and row pointers of its queries and of the gradients of their outputs."""
     row = tl.arange(0, BLOCKS.N)
-    valid = (row < SIZES.QUERY_TILE) & (index * SIZES.QUERY_TILE + row < of.number)
-    order_ptr = of.pointers.order
-    tile = tile_at(order_ptr, of.batch, of.head, index, of.num_tiles, row, valid, SIZES)
-    rows = query_rows(of.pointers.query, of.strides, tile, BLOCKS.QUERY_STRIDE)
-    grad_rows = query_rows(of.pointers.grad_output, of.grad_strides, tile, BLOCKS.GRAD_STRIDE)
+    valid = (row < SIZES.QUERY_TILE) & (index * SIZES.QUERY_TILE + row < head.number)
+    order_ptr = head.pointers.order
+    tile = tile_at(order_ptr, head.batch, head.head, index, head.num_tiles, row, valid, SIZES)
+    rows = query_rows(head.pointers.query, head.strides, tile, BLOCKS.QUERY_STRIDE)
+    grad_rows = query_rows(head.pointers.grad_output, head.grad_strides, tile, BLOCKS.GRAD_STRIDE)
     return tile, rows, grad_rows
 
 
@@ -115,14 +115,14 @@ def no_sums(columns, SIZES):
 
 
 @triton.jit
-def add_tile(sums, of, index, columns, is_shown, SIZES, BLOCKS):
+def add_tile(sums, head, index, columns, is_shown, SIZES, BLOCKS):
     """Add the queries of a tile to the sums of the columns that it shows."""
     IS_TOKENS: tl.constexpr = len(columns.spread) == 0
-    pointers = of.pointers
-    tile, rows, grad_rows = _tile_of_head(of, index, SIZES, BLOCKS)
+    pointers = head.pointers
+    tile, rows, grad_rows = _tile_of_head(head, index, SIZES, BLOCKS)
     query = load_queries(rows, tile, SIZES)[0]
     grad = load_queries(grad_rows, tile, SIZES)[0]
-    number = of.batch_head * of.number + tile.token
+    number = head.batch_head * head.number + tile.token
     total_ptr = pointers.token_total if IS_TOKENS else pointers.log_total
     total = tl.load(total_ptr + number, mask=tile.valid, other=float("inf"))
     delta = tl.load(pointers.delta + number, mask=tile.valid, other=0.0)
@@ -135,54 +135,54 @@ def add_tile(sums, of, index, columns, is_shown, SIZES, BLOCKS):
         logits *= SIZES.FACTOR
     bias = tl.where(is_shown, columns.bias, float("-inf"))
     weights = tl.exp2(logits + bias[:, None] - total[None, :])
-    of_spreads = sums.of_spreads
+    grad_spread = sums.grad_spread
     if SIZES.FIRST_ORDER and not IS_TOKENS:
         grad_seen = tl.load(pointers.grad_seen + number, mask=tile.valid, other=0.0)
         products += columns.spread[0][:, None] * grad_seen[None, :]
-        of_spreads += tl.sum(weights * grad_seen[None, :], axis=1)
+        grad_spread += tl.sum(weights * grad_seen[None, :], axis=1)
     grad_logits = weights * product(columns.value, tl.trans(grad), products)
 
     # (columns, DP)
-    of_values = product(weights.to(grad.dtype), grad, sums.of_values)
-    of_keys = product(grad_logits.to(query.dtype), query, sums.of_keys)
-    return ColumnSums(of_values, of_keys, of_spreads)
+    grad_value = product(weights.to(grad.dtype), grad, sums.grad_value)
+    grad_key = product(grad_logits.to(query.dtype), query, sums.grad_key)
+    return ColumnSums(grad_value, grad_key, grad_spread)
 
 
 @triton.jit
-def sums_where_shown(sums, of, columns, LEVEL, SIZES, BLOCKS):
+def sums_where_shown(sums, head, columns, LEVEL, SIZES, BLOCKS):
     """Add the tiles that show columns at a level to their sums."""
-    for first in tl.range(0, of.num_tiles, BLOCKS.TILES):
+    for first in tl.range(0, head.num_tiles, BLOCKS.TILES):
         # (TILES, columns)
         tiles = first + tl.arange(0, BLOCKS.TILES)
-        level_ptr = of.level + tiles.to(tl.int64)[:, None] * SIZES.ROWS + columns.row[None, :]
-        mask = (tiles < of.num_tiles)[:, None] & columns.valid[None, :]
+        level_ptr = head.level + tiles.to(tl.int64)[:, None] * SIZES.ROWS + columns.row[None, :]
+        mask = (tiles < head.num_tiles)[:, None] & columns.valid[None, :]
         levels = tl.load(level_ptr, mask=mask, other=0)
         has_shown = tl.max((levels == LEVEL).to(tl.int32), axis=1)
         index = first - 1
         for _ in tl.range(0, tl.sum(has_shown, axis=0)):
             index = tl.min(tl.where((has_shown > 0) & (tiles > index), tiles, NEVER), axis=0)
-            tile_level_ptr = of.level + index.to(tl.int64) * SIZES.ROWS
+            tile_level_ptr = head.level + index.to(tl.int64) * SIZES.ROWS
             level = tl.load(tile_level_ptr + columns.row, mask=columns.valid, other=0)
-            sums = add_tile(sums, of, index, columns, level == LEVEL, SIZES, BLOCKS)
+            sums = add_tile(sums, head, index, columns, level == LEVEL, SIZES, BLOCKS)
     return sums
 
 
 @triton.jit
-def row_gradients_of_head(found, batch_head, SIZES):
+def row_gradients_of_head(gradients, batch_head, SIZES):
     """The `RowGradients` of a head."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
     SIDE: tl.constexpr = SIZES.MATRIX_SIDE
     return RowGradients(
-        found.row + batch_head * (SIZES.ROWS * 2 * DIM),
-        found.spread + batch_head * SIZES.ROWS,
-        found.matrix + batch_head * (DIM * DIM),
-        found.matrix_size + batch_head * SIDE,
-        found.of_offsets + batch_head * SIDE,
+        gradients.row + batch_head * (SIZES.ROWS * 2 * DIM),
+        gradients.spread + batch_head * SIZES.ROWS,
+        gradients.matrix + batch_head * (DIM * DIM),
+        gradients.matrix_size + batch_head * SIDE,
+        gradients.variance + batch_head * SIDE,
     )
 
 
 @triton.jit
-def _write_rows(of, tables, found, first, SIZES, BLOCKS):
+def _write_rows(head, tables, gradients, first, SIZES, BLOCKS):
     """Write the gradients for the keys of some rows of the tables."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
     row = first + tl.arange(0, BLOCKS.ROWS)
@@ -192,15 +192,15 @@ def _write_rows(of, tables, found, first, SIZES, BLOCKS):
     log_counts = tl.load(tables.log_counts + row, mask=valid, other=0.0)
     spread = tl.load(tables.spread + row, mask=valid, other=0.0)
     columns = Columns(row, valid, codes, values[0], log_counts, (spread,))
-    sums = sums_where_shown(no_sums(columns, SIZES), of, columns, AS_CODEWORD, SIZES, BLOCKS)
+    sums = sums_where_shown(no_sums(columns, SIZES), head, columns, AS_CODEWORD, SIZES, BLOCKS)
 
     inverse = 1.0 / tl.maximum(tl.load(tables.counts + row, mask=valid, other=0), 1)
-    row_ptr = found.row + row[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
-    tl.store(row_ptr, sums.of_values * inverse[:, None], mask=valid[:, None])
-    tl.store(row_ptr + DIM, sums.of_keys * inverse[:, None], mask=valid[:, None])
+    row_ptr = gradients.row + row[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(row_ptr, sums.grad_value * inverse[:, None], mask=valid[:, None])
+    tl.store(row_ptr + DIM, sums.grad_key * inverse[:, None], mask=valid[:, None])
     if SIZES.FIRST_ORDER:
-        of_offsets = sums.of_spreads * inverse * (2.0 * SIZES.FACTOR / LN2)
-        tl.store(found.spread + row, of_offsets, mask=valid)
+        variance = sums.grad_spread * inverse * (2.0 * SIZES.FACTOR / LN2)
+        tl.store(gradients.spread + row, variance, mask=valid)
 
 
 @triton.jit
@@ -216,19 +216,19 @@ def _inverse_spread(tables, SIZES):
 
 
 @triton.jit
-def _write_matrix(of, tables, found, strip, SIZES, BLOCKS):
+def _write_matrix(head, tables, gradients, strip, SIZES, BLOCKS):
     """Write the gradient of a strip of rows of the first-order matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
     BLOCK: tl.constexpr = DIM // SIZES.MATRIX_SIDE
     values = strip * BLOCK + tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM)
     total = tl.zeros([BLOCK, DIM], tl.float32)
-    for index in tl.range(0, of.num_tiles):
-        tile, rows, grad_rows = _tile_of_head(of, index, SIZES, BLOCKS)
+    for index in tl.range(0, head.num_tiles):
+        tile, rows, grad_rows = _tile_of_head(head, index, SIZES, BLOCKS)
         query = load_queries(rows, tile, SIZES)[0]
         grad = load_query_dims(grad_rows, strip * BLOCK, tile, SIZES.HEAD_DIM, BLOCK)
-        number = of.batch_head * of.number + tile.token
-        share = tl.load(of.pointers.share + number, mask=tile.valid, other=0.0)
+        number = head.batch_head * head.number + tile.token
+        share = tl.load(head.pointers.share + number, mask=tile.valid, other=0.0)
         # Relative to the largest, to fit half precision.
         largest = tl.maximum(tl.max(share, axis=0), LEAST)
         grad = (grad.to(tl.float32) * (share / largest)[:, None]).to(query.dtype)
@@ -237,11 +237,11 @@ def _write_matrix(of, tables, found, strip, SIZES, BLOCKS):
     numbers = values[:, None] * DIM + dims[None, :]
     matrix = tl.load(tables.matrix + numbers)
     inverse = _inverse_spread(tables, SIZES)
-    of_offsets = tl.sum(tl.sum(total * matrix, axis=1), axis=0) * inverse
-    tl.store(found.of_offsets + strip, of_offsets * (-2.0 * SIZES.FACTOR / LN2))
+    variance = tl.sum(tl.sum(total * matrix, axis=1), axis=0) * inverse
+    tl.store(gradients.variance + strip, variance * (-2.0 * SIZES.FACTOR / LN2))
     total *= inverse
-    tl.store(found.matrix + numbers, total)
-    tl.store(found.matrix_size + strip, tl.max(tl.max(tl.abs(total), axis=1), axis=0))
+    tl.store(gradients.matrix + numbers, total)
+    tl.store(gradients.matrix_size + strip, tl.max(tl.max(tl.abs(total), axis=1), axis=0))
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def row_gradients_kernel(
     queries: QueryPointers,
     tables: Tables,
     columns: ColumnPointers,
-    found: RowGradients,
+    gradients: RowGradients,
     num_queries,
     num_tiles,
     query_strides: Strides,
@@ -260,13 +260,13 @@ def row_gradients_kernel(
     """Write the gradients of some rows of the tables, or of the first-order matrix."""
     STRIPS: tl.constexpr = SIZES.MATRIX_SIDE if SIZES.FIRST_ORDER else 0
     index = tl.program_id(0)
-    of = head_of_queries(
+    head = head_of_queries(
         queries, columns, query_strides, grad_strides, num_queries, num_tiles, SIZES
     )
-    tables = head_of_tables(tables, of.batch_head, of.head, SIZES)
-    found = row_gradients_of_head(found, of.batch_head, SIZES)
+    tables = head_of_tables(tables, head.batch_head, head.head, SIZES)
+    gradients = row_gradients_of_head(gradients, head.batch_head, SIZES)
     if SIZES.FIRST_ORDER and index < STRIPS:
-        _write_matrix(of, tables, found, index, SIZES, GRADIENT_BLOCKS)
+        _write_matrix(head, tables, gradients, index, SIZES, GRADIENT_BLOCKS)
     else:
         first = (index - STRIPS) * GRADIENT_BLOCKS.ROWS
-        _write_rows(of, tables, found, first, SIZES, GRADIENT_BLOCKS)
+        _write_rows(head, tables, gradients, first, SIZES, GRADIENT_BLOCKS)
