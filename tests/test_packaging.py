@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_whole_package(wheel):
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
     }
-    names = "__init__.pyi", "py.typed", "hosts/core/routes.json", "mini/mini-sd/model_index.json"
+    names = "__init__.pyi", "py.typed", "mini/mini-sd/model_index.json"
     assert {f"avq_diffusers/{name}" for name in names} <= files
     assert files <= set(wheel)
     assert "avq_diffusers/guides/glossary.md" in wheel

@@ -2,10 +2,9 @@
 
 AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each workload has a number
 of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost host
-time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` ships measured
-numbers. On other GPUs and on CPUs, calls narrow them down: a call of a size about which nothing is
-known is measured first, which takes seconds and shows progress. Results are cached in the user's
-cache folder, like the times that a tolerance chooses from.
+time, and a lower one for compiled code, timed in a CUDA graph. Calls narrow them down: a call of a
+size about which nothing is known is measured first, which takes seconds and shows progress. Results
+are cached in `routes.json` in the user's cache folder, like times that a tolerance chooses from.
 
 A call with a threshold counts as one of the paper's form with as many columns (`columns`).
 """
@@ -32,7 +31,6 @@ from avq_diffusers.files import atomic_write
 ROUTES = ("fastest", "always")
 NEVER = 2**31
 MEASURED = "cuda", "cpu"  # types of devices; on others, AVQ always runs
-_SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
 _LONG = 10.0  # milliseconds from which calls are timed one by one: launches no longer matter
 # Logits of exact attention; beyond that, only some heads are timed.
@@ -87,7 +85,7 @@ class Workload:
         keys = f", {self.num_keys} keys" if self.num_keys else ""
         return (
             f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {self.spec.long_name}{keys}"
+            f"D{self.head_dim}, {self.columns} columns, {self.spec.long_name}{keys}"
         )
 
 
@@ -381,7 +379,7 @@ def _wall_milliseconds(function: Callable[[], Any]) -> float:
 
 @cache
 def _table() -> dict[str, Any]:
-    return {**_read(_SHIPPED), **_read(_cache_file())}
+    return _read(_cache_file())
 
 
 def _cache_file() -> Path:
