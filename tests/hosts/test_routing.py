@@ -214,8 +214,8 @@ class TestCPU:
         text = "measures once which attention is faster with 256 tokens"
         assert text in capfd.readouterr().err
         (key,) = json.loads(cache_file.read_text())
-        start = f"CPU X (threads: {torch.get_num_threads()}), float32, 2 rows, D8, 8 columns, M4P2C2, "
-        assert key.startswith(start)
+        device = f"CPU X (threads: {torch.get_num_threads()})"
+        assert key.startswith(f"{device}, float32, 2 rows, D8, 8 columns, M4P2C2, ")
 
     def test_compiled_code_does_the_same(self, times):
         """Catches two measurements of one time, and a cost of launches, which a CPU has not."""
