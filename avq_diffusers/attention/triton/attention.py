@@ -78,16 +78,28 @@ class AttendBlocks(NamedTuple):
     LEAVES: tl.constexpr
 
 
+class Seen(NamedTuple):
+    """What a tile may attend to: its columns, and where they and the sinks are."""
+
+    tables: Tables
+    tokens: TokenPointers
+    leaves: LeafPointers
+    columns: ColumnPointers
+    key_layout: TokenLayout
+    sink_layout: TokenLayout
+
+
 @triton.jit
-def _add_codewords(queries, tables, columns, sums, ADD, SIZES, BLOCKS):
+def _add_codewords(queries, seen, sums, ADD, SIZES, BLOCKS):
     """Add the codewords of a tile to sums."""
+    columns = seen.columns
     num_codewords = tl.load(columns.shown)
     for first in tl.range(0, num_codewords, BLOCKS.C):
         column = first + tl.arange(0, BLOCKS.C)
         valid = column < num_codewords
         rows = tl.load(columns.row + column, mask=valid, other=0)
         bias = tl.load(columns.bias + column, mask=valid, other=float("-inf"))
-        sums = ADD(queries, tables, rows, bias, valid, sums, SIZES)
+        sums = ADD(queries, seen.tables, rows, bias, valid, sums, SIZES)
     return sums
 
 
@@ -121,12 +133,12 @@ def place_after_gaps(rank, start, stops, gaps):
 
 
 @triton.jit
-def _add_keys(queries, of_centre, tables, keys, leaves, columns, sums, ADD, SIZES, BLOCKS):
+def _add_keys(queries, of_centre, keys, leaves, seen, sums, ADD, SIZES, BLOCKS):
     """Add the keys of the leaves that a tile shows key by key to sums."""
-    num_leaves = tl.load(columns.num_leaves)
+    num_leaves = tl.load(seen.columns.num_leaves)
     for first in tl.range(0, num_leaves, BLOCKS.LEAVES):
         start, num_keys, stops, gaps = leaves_at(
-            columns.row, first, num_leaves, tables, leaves.row_start, SIZES, BLOCKS.LEAVES
+            seen.columns.row, first, num_leaves, seen.tables, leaves.row_start, SIZES, BLOCKS.LEAVES
         )
         for first_rank in tl.range(0, num_keys, BLOCKS.K):
             rank = first_rank + tl.arange(0, BLOCKS.K)
@@ -164,62 +176,39 @@ def centre_of_head(tokens, tile, SIZES):
 
 
 @triton.jit
-def add_columns(
-    queries,
-    of_centre,
-    sums,
-    tile,
-    tables,
-    tokens,
-    leaves,
-    columns,
-    key_layout,
-    sink_layout,
-    ADD_CODEWORDS,
-    ADD_TOKENS,
-    SIZES,
-    BLOCKS,
-):
-    """Add the columns of a tile to sums, by functions that take the queries first."""
+def seen_by_tile(tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES):
+    """What a tile may attend to."""
     columns = columns_of_tile(columns, tile, SIZES)
-    sums = _add_codewords(queries, tables, columns, sums, ADD_CODEWORDS, SIZES, BLOCKS)
+    return Seen(tables, tokens, leaves, columns, key_layout, sink_layout)
+
+
+@triton.jit
+def add_columns(queries, of_centre, sums, tile, seen, ADD_CODEWORDS, ADD_TOKENS, SIZES, BLOCKS):
+    """Add the columns of a tile to sums, by functions that take the queries first."""
+    tokens = seen.tokens
+    sums = _add_codewords(queries, seen, sums, ADD_CODEWORDS, SIZES, BLOCKS)
     if SIZES.REFINES == "threshold":
-        keys = tokens_of_head(tokens.key, tokens.value, key_layout, tile.batch, tile.head, SIZES)
-        leaves = leaves_of_head(leaves, tile, key_layout.number, SIZES)
-        sums = _add_keys(
-            queries, of_centre, tables, keys, leaves, columns, sums, ADD_TOKENS, SIZES, BLOCKS
-        )
+        layout = seen.key_layout
+        keys = tokens_of_head(tokens.key, tokens.value, layout, tile.batch, tile.head, SIZES)
+        leaves = leaves_of_head(seen.leaves, tile, layout.number, SIZES)
+        sums = _add_keys(queries, of_centre, keys, leaves, seen, sums, ADD_TOKENS, SIZES, BLOCKS)
     if SIZES.SINKS:
         sinks = tokens_of_head(
-            tokens.sink_key, tokens.sink_value, sink_layout, tile.batch, tile.head, SIZES
+            tokens.sink_key, tokens.sink_value, seen.sink_layout, tile.batch, tile.head, SIZES
         )
         sums = _add_sinks(queries, of_centre, sinks, sums, ADD_TOKENS, SIZES, BLOCKS)
     return sums
 
 
 @triton.jit
-def attend_tile(
-    query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
-):
+def attend_tile(query, tile, seen, SIZES, BLOCKS):
     """The softmax of a tile over its columns."""
     of_centre = ()
     if SIZES.REFINES == "threshold" or SIZES.SINKS:
-        of_centre = centre_logits(query, centre_of_head(tokens, tile, SIZES), SIZES)
+        of_centre = centre_logits(query, centre_of_head(seen.tokens, tile, SIZES), SIZES)
+    softmax = empty_softmax(BLOCKS.N, SIZES)
     return add_columns(
-        query,
-        of_centre,
-        empty_softmax(BLOCKS.N, SIZES),
-        tile,
-        tables,
-        tokens,
-        leaves,
-        columns,
-        key_layout,
-        sink_layout,
-        attend_codewords,
-        attend_tokens,
-        SIZES,
-        BLOCKS,
+        query, of_centre, softmax, tile, seen, attend_codewords, attend_tokens, SIZES, BLOCKS
     )
 
 
@@ -274,16 +263,15 @@ def attend_kernel(
     tables = head_of_tables(tables, tile.batch_head, tile.head, SIZES)
     query_row_ptr = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
     query = load_queries(query_row_ptr, tile, SIZES)
-    softmax = attend_tile(
-        query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
-    )
+    seen = seen_by_tile(tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES)
+    softmax = attend_tile(query, tile, seen, SIZES, BLOCKS)
     inverse = 1.0 / total_weight(softmax, SIZES)
     size = 0.0
     if SIZES.FIRST_ORDER:
-        seen = total_spread(softmax, SIZES) * inverse
+        spread = total_spread(softmax, SIZES) * inverse
         query = load_queries(query_row_ptr, tile, SIZES, True)
         size = matrix_size(tables, SIZES)
-        query = times(query, size * seen / (1.0 + seen * size_of(query, SIZES)), SIZES)
+        query = times(query, size * spread / (1.0 + spread * size_of(query, SIZES)), SIZES)
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
     output = _output(softmax.numerator[0], inverse, query, tables, size, 0, SIZES)
     store_dims(rows, 0, tile, output, HEAD_DIM)
@@ -298,7 +286,6 @@ class Tiles(NamedTuple):
     select: Launch
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
-    columns: ColumnPointers
     sizes: TileSizes
 
 
@@ -368,7 +355,7 @@ def query_tiles(
     )
     select = _select_launch(problem, precompute, arguments, levels=levels)
     grid = heads * problem.num_tiles, batch, 1
-    return Tiles(select, grid, arguments | {"BLOCKS": attend}, columns, sizes)
+    return Tiles(select, grid, arguments | {"BLOCKS": attend}, sizes)
 
 
 # Above every gain of a further column that is finite.
@@ -416,7 +403,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         HEADS=problem.query.shape[1],
         HEAD_DIM=head_dim,
         QUERY_TILE=spec.query_tile,
-        NUM_PARENTS=spec.num_parents,
         NUM_REFINED=spec.num_refined or 0,
         PARENT_ROWS=parent_rows,
         CHILD_ROWS=child_rows,

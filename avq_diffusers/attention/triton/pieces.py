@@ -29,7 +29,6 @@ class CellSizes(NamedTuple):
     VALUE_WIDTH: tl.constexpr  # numbers in a row with mean values
     FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
     LEAVES: tl.constexpr  # whether the leaf of each key is stored
-    FIRST_ORDER: tl.constexpr  # whether values inside leaves follow their keys
 
 
 class Chunks(NamedTuple):

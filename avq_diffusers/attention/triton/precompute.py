@@ -189,7 +189,6 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         VALUE_WIDTH=value_width(problem.key.shape[3]),
         FACTOR=problem.scale * math.log2(math.e),
         LEAVES=has_leaves,
-        FIRST_ORDER=problem.has_first_order,
     )
 
 

@@ -18,7 +18,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.attention import add_columns, attend_tile, centre_of_head
+from avq_diffusers.attention.triton.attention import (
+    add_columns,
+    attend_tile,
+    centre_of_head,
+    seen_by_tile,
+)
 from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
@@ -197,9 +202,8 @@ def query_gradients_kernel(
     rows = query_rows(queries.query, query_strides, tile, GRADIENT_BLOCKS.QUERY_STRIDE)
     grad_rows = query_rows(queries.grad_output, grad_strides, tile, GRADIENT_BLOCKS.GRAD_STRIDE)
     query = load_queries(rows, tile, SIZES)
-    softmax = attend_tile(
-        query, tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES, BLOCKS
-    )
+    seen = seen_by_tile(tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES)
+    softmax = attend_tile(query, tile, seen, SIZES, BLOCKS)
     query = load_queries(rows, tile, SIZES, True)
     grad = load_queries(grad_rows, tile, SIZES)[0]
     total = total_weight(softmax, SIZES)
@@ -210,10 +214,10 @@ def query_gradients_kernel(
     grad_query = tl.zeros(grad.shape, tl.float32)
     grad_seen = ()
     if SIZES.FIRST_ORDER:
-        seen = total_spread(softmax, SIZES) / total
+        spread = total_spread(softmax, SIZES) / total
         pulled = _pull(grad_rows, tile, tables, SIZES)
-        grad_query, grad_of_seen, share = _first_order(query, pulled, seen, SIZES)
-        delta += grad_of_seen * seen
+        grad_query, grad_of_seen, share = _first_order(query, pulled, spread, SIZES)
+        delta += grad_of_seen * spread
         grad_seen += (grad_of_seen,)
         tl.store(queries.grad_seen + number, grad_of_seen, mask=tile.valid)
         tl.store(queries.share + number, share, mask=tile.valid)
@@ -225,21 +229,10 @@ def query_gradients_kernel(
         of_centre = centre_logits(query, centre_ptr, SIZES)
         tl.store(queries.token_total + number, log_total - of_centre, mask=tile.valid)
 
+    queries_of_tile = GradientTile(query, grad, log_total, delta, grad_seen)
+    sums = GradQuery(grad_query, tl.zeros([BLOCKS.N], tl.float32))
     sums = add_columns(
-        GradientTile(query, grad, log_total, delta, grad_seen),
-        of_centre,
-        GradQuery(grad_query, tl.zeros([BLOCKS.N], tl.float32)),
-        tile,
-        tables,
-        tokens,
-        leaves,
-        columns,
-        key_layout,
-        sink_layout,
-        _add_codewords,
-        _add_tokens,
-        SIZES,
-        BLOCKS,
+        queries_of_tile, of_centre, sums, tile, seen, _add_codewords, _add_tokens, SIZES, BLOCKS
     )
     grad_query = sums.total
     if HAS_TOKENS:
