@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.own_codewords import codewords_and_leaves
+from avq_diffusers.attention.own_codewords import assigned
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook.assignment import across_heads, chunk_length, heads_first, leaf_sums
 from avq_diffusers.codebook.codebook import Codebook
@@ -227,8 +227,9 @@ def _quantized(tensors: Tensors, spec: Spec) -> _Quantized:
     key = tensors.key.to(dtype)
     tensors = tensors._replace(key=key).with_codewords_in(dtype)
     with torch.autocast(key.device.type, enabled=False):
-        parents, children, leaf = codewords_and_leaves(tensors, spec)
-        leaves = torch.cat([parents[:, :, None], children], dim=2)
+        centre, _, parents, children, leaf = assigned(tensors, spec)
+        leaves = torch.cat([parents[:, :, None], children], dim=2) + centre[:, None]
+        parents = parents + centre
         cell = leaf // leaves.shape[2]
         leaves = leaves.flatten(1, 2)
         if spec.means:

@@ -6,35 +6,56 @@ cell, in index order.
 Shapes: H heads (of all batch elements in a chunk), S keys, D head dim, M0 parents, C children.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.codebook.assignment import leaf_sums, nearest_leaves, nearest_parents
+from avq_diffusers.codebook.assignment import (
+    Groups,
+    centre_of,
+    grouped,
+    leaf_sums,
+    nearest_leaves,
+    nearest_parents,
+)
 from avq_diffusers.config import Spec
 
 
-def codewords_and_leaves(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents (B H, M0, D) and children of a call, and the leaf (B H, S) of each key.
+class Assigned(NamedTuple):
+    """Keys and codewords around the centre of their head, float32 or float64, and the leaves.
 
-    Stored codewords are float64 for float64 keys, else float32.
+    Shifting all keys by one vector leaves the softmax unchanged, and small numbers round less.
     """
-    batch = len(tensors.key)
-    key = tensors.key.flatten(0, 1)
-    wide = torch.promote_types(key.dtype, torch.float32)
+
+    centre: Tensor  # (B H, 1, D)
+    key: Tensor  # (B H, S, D)
+    parents: Tensor  # (B H, M0, D)
+    children: Tensor  # (B H, M0, C, D)
+    leaf: Tensor  # (B H, S) int64
+
+
+def assigned(tensors: Tensors, spec: Spec) -> Assigned:
+    """The codewords of a call, and the leaf of each key."""
+    key, batch = tensors.key.flatten(0, 1), len(tensors.key)
     if tensors.parents is None:
-        parents = spaced_keys(key, tensors.key_order, spec.num_parents).to(wide)
+        parents = spaced_keys(key, tensors.key_order, spec.num_parents)
+        parents = parents.to(torch.promote_types(key.dtype, torch.float32))
     else:
         parents = tensors.parents.expand(batch, -1, -1, -1).flatten(0, 1)
+    centre = centre_of(parents)
+    key = torch.sub(key, centre, out=torch.empty(key.shape, dtype=parents.dtype, device=key.device))
+    parents = parents - centre
     for _ in range(spec.num_updates):
-        parents = updated(key.to(wide), parents)
-    cell = None
+        parents = updated(key, parents)
+    cells = grouped(nearest_parents(key, parents), spec.num_parents)
     if tensors.children is None:
-        cell = nearest_parents(key, parents)
-        children = cell_keys(key, cell, parents, spec.num_children)
+        children = cell_keys(key, cells, parents, spec.num_children)
     else:
-        children = tensors.children.expand(batch, -1, -1, -1, -1).flatten(0, 1)
-    return parents, children, nearest_leaves(key, parents, children, cell)
+        children = tensors.children.expand(batch, -1, -1, -1, -1).flatten(0, 1) - centre[:, None]
+    leaf = nearest_leaves(key, parents, children, cells)
+    return Assigned(centre, key, parents, children, leaf)
 
 
 def spaced_keys(key: Tensor, key_order: Tensor | None, num_parents: int) -> Tensor:
@@ -52,20 +73,14 @@ def updated(key: Tensor, parents: Tensor) -> Tensor:
     return mean_keys.where(counts[..., None] > 0, parents)
 
 
-def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
+def cell_keys(key: Tensor, cells: Groups, parents: Tensor, num_children: int) -> Tensor:
     """For each parent, keys (H, M0, C, D) of its cell, evenly spaced in index order.
 
     A cell with fewer keys repeats children, an empty one its parent; no key chooses these.
     """
-    heads, num_parents, head_dim = parents.shape
-    if num_children == 0:
-        return parents.new_empty(heads, num_parents, 0, head_dim)
-    cell, order = cell.sort(dim=-1, stable=True)
-    bounds = torch.arange(num_parents + 1, device=key.device).expand(heads, -1).contiguous()
-    edges = torch.searchsorted(cell, bounds)
-    counts = edges.diff()[..., None]
+    counts = cells.edges.diff()[:, None]
     rank = torch.arange(num_children, device=key.device) * counts // num_children
-    place = (edges[:, :-1, None] + rank).clamp(max=key.shape[1] - 1).flatten(1)
-    index = order.gather(1, place)[..., None].expand(-1, -1, head_dim)
-    children = key.gather(1, index).view(heads, num_parents, num_children, head_dim)
-    return children.where(counts[..., None] > 0, parents[:, :, None])
+    place = (cells.edges[:-1, None] + rank).clamp(max=len(cells.rows) - 1)
+    children = key.flatten(0, 1)[cells.rows[place]]
+    children = children.where(counts[..., None] > 0, parents.flatten(0, 1)[:, None])
+    return children.unflatten(0, parents.shape[:2])

@@ -46,7 +46,6 @@ from torch import Tensor
 
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.torch_forward import (
-    Leaves,
     Summary,
     Tiles,
     choose,
@@ -89,16 +88,15 @@ def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
 def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     """Replace each key by its leaf's codeword, minus a vector per head that softmax ignores."""
     batch = key.shape[0]
-    centre = centre_of(parents)[:, None]
-    codewords = torch.cat([parents[:, :, None], children], dim=2) - centre
-    codewords = codewords.to(key.dtype).flatten(0, 2)
-    num_leaves = 1 + children.shape[2]
+    centre = centre_of(parents)
+    parents, children = parents - centre, children - centre[:, None]
     leaf = nearest_leaves(
-        key.flatten(0, 1),
+        (key - centre).flatten(0, 1),
         parents.expand(batch, -1, -1, -1).flatten(0, 1),
         children.expand(batch, -1, -1, -1, -1).flatten(0, 1),
     )
-    leaf = across_heads(leaf.view(key.shape[:3]), parents.shape[1] * num_leaves)
+    codewords = torch.cat([parents[:, :, None], children], dim=2).to(key.dtype).flatten(0, 2)
+    leaf = across_heads(leaf.view(key.shape[:3]), len(codewords) // len(parents))
     return codewords.index_select(0, leaf.flatten()).view(key.shape)
 
 
@@ -172,14 +170,14 @@ def _write_gradients(
             term.add_to(grad_queries)
         head_dim = grad_query.shape[3]
         tiles.write(grad_query, tensors.scale * grad_queries[..., :head_dim])
-    by_leaf: Sequence[Tensor | None]
+    of_tokens: Sequence[Tensor | None]
     if moments is None:
-        by_leaf = _through_means(summary, sums, term, of_key, of_value)
+        of_tokens = _through_means(summary, sums, term, of_key, of_value)
     else:
-        by_leaf = moments.gradients(tensors.value.flatten(0, 1))
-    for grad, sorted_grad in zip((grad_key, grad_value), by_leaf, strict=True):
-        if grad is not None and sorted_grad is not None:
-            _write_by_leaf(grad, sorted_grad, summary.leaves)
+        of_tokens = moments.gradients(tensors.value.flatten(0, 2))
+    for grad, of_token in zip((grad_key, grad_value), of_tokens, strict=True):
+        if grad is not None and of_token is not None:
+            grad.copy_(of_token.view(grad.shape))
     for grad, of_rows in zip(grad_sinks, (sums.keys, sums.values), strict=True):
         if grad is not None and of_rows is not None:
             grad.copy_(of_rows[summary.sink_rows, : grad.shape[3]].reshape(grad.shape))
@@ -223,7 +221,7 @@ class _FirstOrder:
         """Tokens (H T, I, D) as (H, T I, D)."""
         return tokens.unflatten(0, (len(self.matrix), -1)).flatten(1, 2)
 
-    def write_grad_seen(self, pairs: Tensor | slice, weights: Tensor, values: Tensor) -> None:
+    def write_grad_seen(self, pairs: Tensor, weights: Tensor, values: Tensor) -> None:
         """Write the gradients of the spreads that queries see into the channel of spreads."""
         head_dim = self.matrix.shape[1]
         spreads = slice(head_dim, head_dim + 1)
@@ -282,7 +280,7 @@ def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
 def _through_means(
     summary: Summary, sums: _Sums, term: _FirstOrder | None, for_keys: bool, for_values: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of keys and values (H S, D), leaf by leaf."""
+    """Gradients of keys and values (H S, D)."""
     grad_keys, grad_values = (
         _of_sums(summary, of_rows) if needed and of_rows is not None else None
         for needed, of_rows in ((for_keys, sums.keys), (for_values, sums.values))
@@ -292,8 +290,8 @@ def _through_means(
     assert summary.offsets is not None  # own codewords are means
     codewords = summary.codewords
     heads, head_dim = len(term.matrix), term.matrix.shape[1]
-    value_offsets, key_offsets = summary.offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
-    grad_matrix = term.grad_matrix() / variance_of(key_offsets)
+    key_offsets, value_offsets = (x.unflatten(0, (heads, -1)) for x in summary.offsets)
+    grad_matrix = term.grad_matrix() / variance_of(codewords)
     if grad_values is not None:
         grad_values += (key_offsets @ grad_matrix.mT).flatten(0, 1)
     if grad_keys is not None and sums.values is not None:
@@ -306,16 +304,16 @@ def _through_means(
         between = of_cells * (codewords.keys[:, :, 1:] - codewords.keys[:, :, :1])
         of_leaves -= 2 * (grad_matrix * term.matrix).sum(dim=(1, 2))[:, None, None, None]
         shares = torch.cat([of_leaves, between], dim=-1).flatten(0, 2)
-        shares = shares.index_select(0, summary.leaves.leaf)
+        shares = shares.index_select(0, summary.leaves.number)
         grad_keys += shares[:, :1] * key_offsets.flatten(0, 1) + shares[:, 1:]
     return grad_keys, grad_values
 
 
 def _of_sums(summary: Summary, sums: Tensor) -> Tensor:
-    """Gradients (H S, D), leaf by leaf, of what became means and rows of the table (rows, W)."""
+    """Gradients (H S, D) of what became means and rows of the table (rows, W)."""
     counts, head_dim = summary.codewords.counts, summary.codewords.keys.shape[3]
     of_leaves = _of_leaves(sums[: counts.numel(), :head_dim], counts).flatten(0, 2)
-    found = of_leaves.index_select(0, summary.leaves.leaf)
+    found = of_leaves.index_select(0, summary.leaves.number)
     keys = sums[summary.key_rows, :head_dim]
     return found + keys if len(keys) else found
 
@@ -342,29 +340,22 @@ class _Moments:
         _add_rows(self.sums, rows, found.weights.mT @ (left * right).flatten(-2))
 
     def gradients(self, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of keys and values (H S, D), leaf by leaf; `value` is (H, S, D)."""
-        leaves, head_dim = self.summary.leaves, value.shape[2]
-        by_leaf = leaves.sorted(value.to(self.sums.dtype))
+        """Gradients of keys and values (H S, D); `value` is (H S, D)."""
+        head_dim = value.shape[1]
         grad_keys, grad_values = (
-            torch.empty_like(by_leaf) if needed else None for needed in self.needed
+            torch.empty_like(value, dtype=self.sums.dtype) if needed else None
+            for needed in self.needed
         )
         of_leaves = _of_leaves(self.sums, self.summary.codewords.counts)
         of_leaves = of_leaves.flatten(0, 2).unflatten(-1, (-1, 1 + head_dim))
         length = chunk_length(value.device, max(1, self.sums.shape[1]), ELEMENTS)
-        for start in range(0, len(by_leaf), length):
+        for start in range(0, len(value), length):
             part = slice(start, start + length)
-            leaf = leaves.leaf[part]
+            leaf = self.summary.leaves.number[part]
             if grad_values is not None:
                 grad_values[part] = of_leaves[:, -1, :head_dim].index_select(0, leaf)
             if grad_keys is not None:
                 matrices = of_leaves[:, :head_dim].index_select(0, leaf)
-                values = F.pad(by_leaf[part], (0, 1), value=-1)[..., None]
+                values = F.pad(value[part].to(self.sums.dtype), (0, 1), value=-1)[..., None]
                 grad_keys[part] = (matrices @ values)[..., 0]
         return grad_keys, grad_values
-
-
-def _write_by_leaf(grad: Tensor, by_leaf: Tensor, leaves: Leaves) -> None:
-    """Write a gradient (B, H, S, D) that is known leaf by leaf, (B H S, D)."""
-    tokens = torch.empty_like(by_leaf).index_copy_(0, leaves.rows, by_leaf)
-    batch, heads, num_keys, _ = grad.shape
-    grad.copy_(tokens.view(num_keys, batch, heads, -1).permute(1, 2, 0, 3))

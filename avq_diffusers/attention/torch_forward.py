@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.attention.own_codewords import codewords_and_leaves
+from avq_diffusers.attention.own_codewords import assigned
 from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, TANGENT_FROM, Tensors
-from avq_diffusers.codebook.assignment import ELEMENTS, across_heads, centre_of, chunk_length
+from avq_diffusers.codebook.assignment import ELEMENTS, Groups, chunk_length, grouped
 from avq_diffusers.config import Spec
 
 # Longest run of values summed serially.
@@ -49,19 +49,6 @@ LOG_ZERO = -1e30
 SIMILAR = 0.75
 
 
-class Leaves(NamedTuple):
-    """The keys of all heads, leaf by leaf."""
-
-    rows: Tensor  # (H S,) rows of tokens (S H, ...)
-    leaf: Tensor  # (H S,) leaf of each, numbered over heads
-    edges: Tensor  # (H M0 (1 + C) + 1,), bounds of the leaves in `rows`
-    shape: tuple[int, int, int]  # (H, M0, 1 + C)
-
-    def sorted(self, tokens: Tensor) -> Tensor:
-        """Tokens (H, S, F) as (H S, F), leaf by leaf."""
-        return tokens.transpose(0, 1).flatten(0, 1).index_select(0, self.rows)
-
-
 class Codewords(NamedTuple):
     """Of every parent: its whole cell, what stays with it, its children.
 
@@ -72,28 +59,29 @@ class Codewords(NamedTuple):
     values: Tensor  # (H, M0, 2 + C, D), means
     counts: Tensor  # (H, M0, 2 + C) int64
     # (H, M0, 2 + C), the variance of the keys; None if stored codewords represent the keys.
-    spreads: Tensor | None
+    spreads: Tensor | None = None
 
 
 class Summary(NamedTuple):
     """What the queries of a chunk of batch elements attend to.
 
     Attributes:
-        keys, values: (rows, W), the table: codewords (H R), with a threshold the keys leaf by leaf
-            (H S), sinks, and a row that stands for no key.
+        leaves: the keys.
+        keys, values: (rows, W), the table: codewords (H R), with a threshold the keys (H S), sinks,
+            and a row that stands for no key.
         key_rows, sink_rows: where in the table keys and sinks are.
-        offsets: (H S, 2 D), with means: values and keys leaf by leaf, minus the means of their
-            leaves.
+        offsets: of keys and of values, (H S, D) each, minus the means of their leaves; None if
+            stored codewords represent the keys.
         matrix: (H, D, D), the first-order term's C; None without it.
     """
 
-    leaves: Leaves
+    leaves: Groups
     codewords: Codewords
     keys: Tensor
     values: Tensor
     key_rows: slice
     sink_rows: slice
-    offsets: Tensor | None
+    offsets: tuple[Tensor, Tensor] | None
     matrix: Tensor | None
 
     @property
@@ -212,103 +200,94 @@ def width(head_dim: int) -> int:
 
 def summarize(tensors: Tensors, spec: Spec) -> Summary:
     """What represents the keys; heads of all batch elements are flattened."""
-    parents, children, leaf = codewords_and_leaves(tensors, spec)
-    dtype, head_dim = parents.dtype, parents.shape[2]
-    # Shifting all keys by one vector leaves the softmax unchanged, and small codewords round less.
-    centre = centre_of(parents)
-    value, key = tensors.value.flatten(0, 1).to(dtype), tensors.key.flatten(0, 1) - centre
-    leaves = sort_leaves(leaf, spec.num_parents, 1 + spec.num_children)
+    centre, key, parents, children, leaf = assigned(tensors, spec)
+    dtype, head_dim = key.dtype, key.shape[2]
+    key, value = key.flatten(0, 1), tensors.value.flatten(0, 2).to(dtype)
+    sizes = len(parents), spec.num_parents, 1 + spec.num_children
+    leaves = grouped(leaf, sizes[1] * sizes[2])
+    counts = _with_cells(leaves.edges.diff().view(sizes))
     offsets = matrix = None
     if spec.means:
-        by_leaf = leaves.sorted(torch.cat([value, key], dim=-1))
-        codewords, offsets = _means(by_leaf, leaves)
+        codewords, offsets = _means(key, value, leaves, counts)
         if tensors.parents is None:
-            matrix = _first_order(offsets, len(key))
+            matrix = _first_order(*offsets, codewords)
     else:
-        by_leaf = leaves.sorted(value)
-        counts, means = _averages(by_leaf, leaves)
         cells = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
-        codewords = Codewords(cells - centre[:, None], means, counts, None)
+        codewords = Codewords(cells, _averages(value, leaves, counts), counts)
 
-    first = codewords.counts.numel()
-    key_rows = slice(first, first + (len(by_leaf) if spec.num_refined is None else 0))
+    first = counts.numel()
+    key_rows = slice(first, first + (len(key) if spec.num_refined is None else 0))
     sink_key, sink_value = tensors.sink_key, tensors.sink_value
     num_sinks = 0 if sink_key is None else sink_key.shape[2]
-    sink_rows = slice(key_rows.stop, key_rows.stop + len(key) * num_sinks)
+    sink_rows = slice(key_rows.stop, key_rows.stop + len(parents) * num_sinks)
     keys, values = centre.new_zeros(2, sink_rows.stop + 1, width(head_dim))
     keys[:first, :head_dim] = codewords.keys.flatten(0, 2)
-    keys[:first, head_dim] = codewords.counts.flatten().to(dtype).log().clamp(min=LOG_ZERO)
+    keys[:first, head_dim] = counts.flatten().to(dtype).log().clamp(min=LOG_ZERO)
     keys[-1, head_dim] = LOG_ZERO
     values[:first, :head_dim] = codewords.values.flatten(0, 2)
     if codewords.spreads is not None:
         values[:first, head_dim] = codewords.spreads.flatten()
     if spec.num_refined is None:
-        values[key_rows, :head_dim], keys[key_rows, :head_dim] = by_leaf.split(head_dim, dim=1)
+        keys[key_rows, :head_dim], values[key_rows, :head_dim] = key, value
     if sink_key is not None and sink_value is not None:
         keys[sink_rows, :head_dim] = (sink_key.flatten(0, 1) - centre).flatten(0, 1)
         values[sink_rows, :head_dim] = sink_value.flatten(0, 2)
     return Summary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
 
 
-def _means(by_leaf: Tensor, leaves: Leaves) -> tuple[Codewords, Tensor]:
-    """Codewords of values and keys (H S, 2 D), leaf by leaf, and their offsets to the leaves'."""
-    counts, means = _averages(by_leaf, leaves)
-    values, keys = means.chunk(2, dim=-1)
-    offsets = by_leaf - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.leaf)
-    distances = torch.linalg.vector_norm(offsets.chunk(2, dim=1)[1], dim=1, keepdim=True)
-    inside = aggregate(leaves, distances.square_())[..., 0]
+def _means(
+    key: Tensor, value: Tensor, leaves: Groups, counts: Tensor
+) -> tuple[Codewords, tuple[Tensor, Tensor]]:
+    """Codewords of keys and values (H S, D), and `Summary.offsets`."""
+    keys, values = (_averages(x, leaves, counts) for x in (key, value))
+    key_offsets, value_offsets = (
+        x - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.number)
+        for x, means in ((key, keys), (value, values))
+    )
+    distances = torch.linalg.vector_norm(key_offsets, dim=1, keepdim=True).square_()
+    inside = sum_groups(distances, leaves).view_as(counts[:, :, 1:])
     # A leaf's keys around the mean of its cell. Moments about the centre would cancel for small
     # cells far from it.
     between = (keys[:, :, 1:] - keys[:, :, :1]).square().sum(dim=-1)
     of_cells = (inside + counts[:, :, 1:] * between).sum(dim=2, keepdim=True)
     spreads = torch.cat([of_cells, inside], dim=2) / counts.clamp(min=1)
-    return Codewords(keys, values, counts, spreads), offsets
+    return Codewords(keys, values, counts, spreads), (key_offsets, value_offsets)
 
 
-def _averages(by_leaf: Tensor, leaves: Leaves) -> tuple[Tensor, Tensor]:
-    """Counts (H, M0, 2 + C) and means (H, M0, 2 + C, F) of codewords."""
-    counts, sums = leaves.edges.diff().view(leaves.shape), aggregate(leaves, by_leaf)
-    counts, sums = (torch.cat([x.sum(2, keepdim=True), x], dim=2) for x in (counts, sums))
-    return counts, sums / counts.clamp(min=1)[..., None]
+def _averages(tokens: Tensor, leaves: Groups, counts: Tensor) -> Tensor:
+    """Means (H, M0, 2 + C, F) of tokens (H S, F) over those of each codeword."""
+    heads, num_parents, per_parent = counts.shape
+    sums = sum_groups(tokens, leaves).view(heads, num_parents, per_parent - 1, -1)
+    return _with_cells(sums) / counts.clamp(min=1)[..., None]
 
 
-def _first_order(offsets: Tensor, heads: int) -> Tensor:
-    """How values follow keys inside leaves, C (H, D, D), of their offsets (H S, 2 D)."""
-    values, keys = offsets.unflatten(0, (heads, -1)).chunk(2, dim=-1)
-    return values.mT @ keys / variance_of(keys)
+def _with_cells(of_leaves: Tensor) -> Tensor:
+    """Sums or counts (H, M0, 1 + C, ...) of leaves as those of codewords, (H, M0, 2 + C, ...)."""
+    return torch.cat([of_leaves.sum(dim=2, keepdim=True), of_leaves], dim=2)
 
 
-def variance_of(offsets: Tensor) -> Tensor:
-    """What C is divided by, (H, 1, 1), of the keys' offsets (H, S, D); 1 if they are 0."""
-    variance = offsets.square().sum(dim=(1, 2))[:, None, None]
+def _first_order(keys: Tensor, values: Tensor, codewords: Codewords) -> Tensor:
+    """How values follow keys inside leaves, C (H, D, D), of their offsets (H S, D)."""
+    keys, values = (x.unflatten(0, (len(codewords.counts), -1)) for x in (keys, values))
+    return values.mT @ keys / variance_of(codewords)
+
+
+def variance_of(codewords: Codewords) -> Tensor:
+    """What C is divided by, (H, 1, 1): the sum of the keys' squared distances to the means of
+    their leaves; 1 if it is 0."""
+    assert codewords.spreads is not None  # own codewords are means
+    variance = (codewords.counts * codewords.spreads)[:, :, 1:].sum(dim=(1, 2))[:, None, None]
     return variance.where(variance > 0, 1)
 
 
-def sort_leaves(leaf: Tensor, num_parents: int, num_leaves: int) -> Leaves:
-    """Sort keys by `leaf` (H, S), then by index; a parent has `num_leaves`, 1 + C."""
-    shape = len(leaf), num_parents, num_leaves
-    leaf = across_heads(leaf, num_parents * num_leaves)
-    leaf, rows = leaf.t().flatten().sort(stable=True)
-    bounds = torch.arange(math.prod(shape) + 1, device=leaf.device)
-    return Leaves(rows, leaf, torch.searchsorted(leaf, bounds), shape)
-
-
-def aggregate(leaves: Leaves, by_leaf: Tensor) -> Tensor:
-    """Sum the features (H S, F) of each leaf: (H, M0, 1 + C, F) (paper, Algorithm 1)."""
-    sums = sum_segments(by_leaf, leaves.edges)
-    return sums.view(*leaves.shape, by_leaf.shape[1])
-
-
-def sum_segments(rows: Tensor, edges: Tensor) -> Tensor:
-    """Sums (E - 1, F) of consecutive rows (any number, F) between edges (E,), the last of which is
-    the number of rows."""
-    # Sum runs, then segments: long ones neither lose precision nor stall a GPU.
-    index = torch.arange(len(rows), device=rows.device)
-    runs = index[::RUN]
-    cuts = torch.cat([edges, runs]).sort().values
-    run_sums = F.embedding_bag(index, rows, cuts, mode="sum", include_last_offset=True)
-    first_run = torch.searchsorted(cuts, edges[:-1])
-    index = torch.arange(len(run_sums), device=rows.device)
+def sum_groups(tokens: Tensor, groups: Groups) -> Tensor:
+    """Sum tokens (H S, F) over each group, (all groups, F) (paper, Algorithm 1)."""
+    # Sum runs, then groups: long ones neither lose precision nor stall a GPU.
+    runs = torch.arange(0, len(tokens), RUN, device=tokens.device)
+    cuts = torch.cat([groups.edges, runs]).sort().values
+    run_sums = F.embedding_bag(groups.rows, tokens, cuts, mode="sum", include_last_offset=True)
+    first_run = torch.searchsorted(cuts, groups.edges[:-1])
+    index = torch.arange(len(run_sums), device=tokens.device)
     return F.embedding_bag(index, run_sums, first_run, mode="sum")
 
 
@@ -341,52 +320,51 @@ class Chosen(NamedTuple):
 
     def lists(
         self, summary: Summary, elements: Callable[[int], int], most: int = ELEMENTS
-    ) -> Iterator[tuple[Tensor | slice, Tensor]]:
-        """Pairs of a head and a tile, and the rows (G, K) of the table that they attend to.
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs (G,) of a head and a tile, and the rows (G, K) of the table that they attend to.
 
         Args:
             summary: what the rows are taken from.
             elements: numbers in the intermediates of a pair with so many columns.
             most: numbers in those of all pairs at a time, except on a CPU.
         """
-        spans, device = self.spans.flatten(0, 1), self.spans.device
-        sinks = summary.num_sinks
-        if self.number is not None:
-            length = chunk_length(device, elements(self.number + sinks), most)
-            for start in range(0, len(spans), length):
-                part = slice(start, start + length)
-                yield part, self._rows(summary, part, self.number)
-            return
-        order = spans.sum(dim=-1).sort(descending=True, stable=True)
-        numbers, start = order.values.tolist(), 0
-        while start < len(spans):
-            longest = numbers[start]
-            length = chunk_length(device, elements(longest + sinks), most)
-            similar = bisect_right(numbers, -SIMILAR * longest, key=lambda number: -number)
-            pairs = order.indices[start : min(start + length, similar)]
-            yield pairs, self._rows(summary, pairs, longest)
+        numbers, device = self.spans.sum(dim=-1).flatten(), self.spans.device
+        if self.number is None:
+            lengths, order = numbers.sort(descending=True, stable=True)
+            longest = lengths.tolist()
+        else:
+            longest, order = [self.number] * len(numbers), torch.arange(len(numbers), device=device)
+        rows, firsts = self._rows(summary, sum(longest)), numbers.cumsum(dim=0) - numbers
+        start, sinks = 0, summary.num_sinks
+        while start < len(order):
+            number = longest[start]
+            length = chunk_length(device, elements(number + sinks), most)
+            similar = bisect_right(longest, -SIMILAR * number, key=lambda number: -number)
+            pairs = order[start : min(start + length, similar)]
+            place = torch.arange(number, device=device)
+            is_row = place < numbers[pairs, None]
+            place = (firsts[pairs, None] + place).clamp(max=len(rows) - 1)
+            listed = rows[place].where(is_row, len(summary.keys) - 1)
+            if sinks:
+                of_head = pairs // self.spans.shape[1] * sinks + summary.sink_rows.start
+                of_head = of_head[:, None] + torch.arange(sinks, device=device)
+                listed = torch.cat([listed, of_head], dim=1)
+            yield pairs, listed
             start += len(pairs)
 
-    def _rows(self, summary: Summary, pairs: Tensor | slice, number: int) -> Tensor:
-        """Rows of the first columns, padded by the last row of the table, and of sinks."""
-        heads, num_tiles, per_head = self.spans.shape
-        spans = self.spans.flatten(0, 1)[pairs].long()
-        head = torch.arange(heads * num_tiles, device=spans.device)[pairs] // num_tiles
-        starts = summary.leaves.edges[:-1].view(summary.leaves.shape)
-        starts = torch.cat([starts[..., :1], starts], dim=-1).flatten(1) + heads * per_head
-        itself = torch.arange(heads * per_head, device=spans.device).view(heads, per_head)
-        starts = torch.where(spans > 1, starts[head], itself[head])
-
-        ends = spans.cumsum(dim=-1)
-        place = torch.arange(number, device=spans.device).expand(len(spans), -1).contiguous()
-        codeword = torch.searchsorted(ends, place, right=True).clamp(max=per_head - 1)
-        rows = place + (starts - ends + spans).gather(-1, codeword)
-        rows = rows.where(place < ends[:, -1:], len(summary.keys) - 1)
-        if summary.num_sinks == 0:
-            return rows
-        first, end = summary.sink_rows.start, summary.sink_rows.stop
-        sinks = torch.arange(first, end, device=spans.device).view(heads, -1)
-        return torch.cat([rows, sinks[head]], dim=-1)
+    def _rows(self, summary: Summary, total: int) -> Tensor:
+        """The rows of all pairs, one pair after the other, without sinks: `total` in number."""
+        _, num_tiles, per_head = self.spans.shape
+        spans, device = self.spans.flatten().long(), self.spans.device
+        entry = torch.repeat_interleave(spans, output_size=total)
+        place = torch.arange(total, device=device) - (spans.cumsum(dim=0) - spans)[entry]
+        codeword = entry // (num_tiles * per_head) * per_head + entry % per_head
+        counts, leaves = summary.codewords.counts, summary.leaves
+        firsts = leaves.edges[:-1].view(*counts.shape[:2], -1)
+        firsts = torch.cat([firsts[..., :1], firsts], dim=-1).flatten()
+        place = (firsts[codeword] + place).clamp(max=len(leaves.rows) - 1)
+        key = summary.key_rows.start + leaves.rows[place]
+        return torch.where(spans[entry] > 1, key, codeword)
 
 
 def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chosen:
@@ -416,15 +394,18 @@ def _spans_of_refined(
 ) -> Tensor:
     """`Chosen.spans` of tiles that refine as many cells, from their queries (H, T, I, W); others
     (T, I) are padding."""
-    spreads = summary.codewords.spreads
-    score = _importance(queries, is_query, summary)
-    if spreads is not None:
-        score = score * spreads[:, None, :, 0]
+    codewords = summary.codewords
+    cells = _keys_of(summary)[:, :, 0]
+    score = (queries.flatten(1, 2) @ cells.mT).softmax(dim=-1).unflatten(1, is_query.shape)
+    score[:, ~is_query] = 0
+    score = score.sum(dim=2)
+    if codewords.spreads is not None:
+        score = score * codewords.spreads[:, None, :, 0]
     # topk leaves the order of ties undefined.
     ranking = score.sort(dim=-1, descending=True, stable=True).indices
     refined = torch.zeros_like(score, dtype=torch.bool)
     refined = refined.scatter_(-1, ranking[..., :num_refined], True)[..., None]
-    of_leaves = refined.expand(*score.shape, summary.leaves.shape[2])
+    of_leaves = refined.expand(*score.shape, codewords.counts.shape[2] - 1)
     return torch.cat([~refined, of_leaves], dim=-1).flatten(2).int()
 
 
@@ -435,48 +416,48 @@ def _spans_of_threshold(
     padding."""
     counts, spreads = summary.codewords.counts, summary.codewords.spreads
     assert spreads is not None  # a threshold needs means
-    cells, leaves = _masses(queries, is_query, summary)
-    head_dim = summary.codewords.keys.shape[3]
+    keys, head_dim = _keys_of(summary), summary.codewords.keys.shape[3]
+    flat = queries.flatten(1, 2)
     size = queries[..., :head_dim].square().sum(dim=(2, 3)) / (head_dim * is_query.sum(dim=-1))
-    size = size[..., None, None]
+    size = size[..., None]
+    logits = flat @ keys[:, :, 0].mT
+    seen = logits
+    if summary.num_sinks:
+        sinks = summary.keys[summary.sink_rows].unflatten(0, (len(counts), -1))
+        seen = torch.cat([seen, flat @ sinks.mT], dim=-1)
+    denominator = seen.logsumexp(dim=-1, keepdim=True)
+    denominator.unflatten(1, is_query.shape)[:, ~is_query] = torch.inf
+
+    def masses(logits: Tensor) -> Tensor:
+        """Mean attention of the queries, (H, T, any), whose denominator is that of all cells."""
+        shares = logits.sub_(denominator).exp_().unflatten(1, is_query.shape)
+        return shares.sum(dim=2) / is_query.sum(dim=-1)[:, None]
+
     inside = (counts * spreads)[..., 1:].sum(dim=-1) / counts[..., 0].clamp(min=1)
     further = ((counts[..., 1:] > 0).sum(dim=-1) - 1)[:, None]
-    keys, spreads = counts[:, None, :, 1:].int(), spreads[:, None]
-    gain = growth(size[..., 0] * spreads[..., 0]) - growth(size[..., 0] * inside[:, None])
-    refined = (cells * gain / further.clamp(min=1) > threshold) | (further <= 0)
-    gain = leaves * growth(size * spreads[..., 1:]) / keys.clamp(min=1)
-    of_leaves = torch.where(gain > threshold, keys, keys.clamp(max=1))
+    gain = growth(size * spreads[:, None, :, 0]) - growth(size * inside[:, None])
+    refined = (masses(logits) * gain / further.clamp(min=1) > threshold) | (further <= 0)
+
+    # Leaves matter only in cells that a tile refines, and if they have several keys.
+    is_open = refined.any(dim=1) & (counts[..., 1:] > 1).any(dim=-1)
+    head = torch.arange(len(counts), device=counts.device)[:, None]
+    opened = is_open.sort(dim=1, descending=True, stable=True).indices
+    opened = opened[:, : int(is_open.sum(dim=1).max())]
+    of_leaves = counts[:, None, :, 1:].int().clamp(max=1).repeat(1, refined.shape[1], 1, 1)
+    leaves, sizes = keys[head, opened, 1:], counts[head, opened, 1:].int()[:, None]
+    gain = masses(flat @ leaves.flatten(1, 2).mT).unflatten(-1, leaves.shape[1:3])
+    gain *= growth(size[..., None] * spreads[head, opened, 1:][:, None]) / sizes.clamp(min=1)
+    of_leaves[head, :, opened] = torch.where(gain > threshold, sizes, sizes.clamp(max=1)).transpose(
+        1, 2
+    )
     of_cells = ~refined & (counts[:, None, :, 0] > 0)
     return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)
 
 
-def _importance(queries: Tensor, is_query: Tensor, summary: Summary) -> Tensor:
-    """Attention of queries to cells, (H, T, M0)."""
-    cells = summary.keys[: summary.codewords.counts.numel()]
-    cells = cells.unflatten(0, summary.codewords.counts.shape)[:, :, 0]
-    shares = (queries.flatten(1, 2) @ cells.mT).softmax(dim=-1).unflatten(1, is_query.shape)
-    shares[:, ~is_query] = 0
-    return shares.sum(dim=2)
-
-
-def _masses(queries: Tensor, is_query: Tensor, summary: Summary) -> tuple[Tensor, Tensor]:
-    """Mean attention of queries to cells (H, T, M0) and leaves (H, T, M0, 1 + C).
-
-    The softmax denominator runs over cells and sinks.
-    """
+def _keys_of(summary: Summary) -> Tensor:
+    """Codewords with their log counts, (H, M0, 2 + C, W)."""
     counts = summary.codewords.counts
-    keys = summary.keys[: counts.numel()].unflatten(0, counts.shape)
-    flat = queries.flatten(1, 2)
-    logits = (flat @ keys.flatten(1, 2).mT).unflatten(-1, counts.shape[1:])
-    seen = logits[..., 0]
-    if summary.num_sinks:
-        sinks = summary.keys[summary.sink_rows].unflatten(0, (len(counts), -1))
-        seen = torch.cat([seen, flat @ sinks.mT], dim=-1)
-    denominator = seen.logsumexp(dim=-1)
-    denominator.unflatten(1, is_query.shape)[:, ~is_query] = torch.inf
-    shares = logits.sub_(denominator[..., None, None]).exp_().unflatten(1, is_query.shape)
-    masses = shares.sum(dim=2) / is_query.sum(dim=-1)[:, None, None]
-    return masses[..., 0], masses[..., 1:]
+    return summary.keys[: counts.numel()].unflatten(0, counts.shape)
 
 
 def growth(x: Tensor) -> Tensor:
@@ -496,9 +477,8 @@ def attend(queries: Tensor, summary: Summary, chosen: Chosen) -> Tensor:
     for pairs, rows in chosen.lists(summary, elements):
         keys, values = (take(x, rows)[:, None] for x in (summary.keys, summary.values))
         # With 3-D inputs, SDPA takes its slow path.
-        attended[pairs] = F.scaled_dot_product_attention(
-            queries[pairs][:, None], keys, values, scale=1.0
-        )[:, 0]
+        found = F.scaled_dot_product_attention(queries[pairs, None], keys, values, scale=1.0)
+        attended.index_copy_(0, pairs, found[:, 0])
     return attended
 
 
@@ -512,5 +492,6 @@ def with_first_order(queries: Tensor, matrix: Tensor, attended: Tensor) -> Tenso
     head_dim = matrix.shape[1]
     scaled, seen = queries[..., :head_dim], attended[..., head_dim, None]
     following = scaled.unflatten(0, (len(matrix), -1)).flatten(1, 2) @ matrix.mT
-    share = seen / (1 + seen * scaled.square().mean(dim=-1, keepdim=True))
-    return attended[..., :head_dim] + share * following.view(scaled.shape)
+    size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_() / head_dim
+    share = seen / size.mul_(seen).add_(1)
+    return attended[..., :head_dim].addcmul_(share, following.view(scaled.shape))

@@ -1,12 +1,14 @@
 """The assignment of keys to leaves (paper, Algorithm VQ Precompute).
 
 A key goes to its nearest parent, then to that parent's nearest child if strictly closer; otherwise
-it stays with the parent. Ties go to the lower index. Keys and codewords are centred first: a large
-shared offset would cost precision.
+it stays with the parent. Ties go to the lower index. Keys and codewords are centred first, by
+`centre_of`: a large shared offset would cost precision.
 
 Shapes: H heads, N keys, M0 parents, C children per parent, D head dim. Leaf p (1 + C) of a head
 holds the keys that stay with parent p, leaf p (1 + C) + 1 + c those of its child c.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from avq_diffusers.codebook.codebook import Codebook
 # to keep launches few.
 ELEMENTS_CPU = 1 << 20
 ELEMENTS = 1 << 26
+
+# Keys of one cell whose children are scored together.
+BLOCK = 16
 
 
 @torch.no_grad()
@@ -45,7 +50,7 @@ def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
     """The leaf of each key: its row of the head's `codebook.leaves.flatten(1, 2)`.
 
     Computed in float32, or in float64 if an input is float64, also under autocast. Matmuls follow
-    PyTorch's TF32 setting. Memory is bounded for any number of keys.
+    PyTorch's TF32 setting.
 
     Args:
         key: (..., H, N, D).
@@ -65,66 +70,90 @@ def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
     dtype = working_dtype(key, codebook)
     heads = key.shape[:-2]
     with torch.autocast(key.device.type, enabled=False):
+        parents = codebook.parents.to(dtype).expand(*heads, -1, -1).flatten(0, -3)
+        children = codebook.children.to(dtype).expand(*heads, -1, -1, -1).flatten(0, -4)
+        centre = centre_of(parents)
         leaf = nearest_leaves(
-            key.flatten(0, -3),
-            codebook.parents.to(dtype).expand(*heads, -1, -1).flatten(0, -3),
-            codebook.children.to(dtype).expand(*heads, -1, -1, -1).flatten(0, -4),
+            key.flatten(0, -3) - centre, parents - centre, children - centre[:, None]
         )
     return leaf.view(key.shape[:-1])
+
+
+class Groups(NamedTuple):
+    """The tokens of all heads by their group: a cell or a leaf, numbered over heads."""
+
+    number: Tensor  # (H N,) group of each token
+    rows: Tensor  # (H N,) tokens, group by group
+    edges: Tensor  # (H groups + 1,), bounds of the groups in `rows`
+
+
+def grouped(index: Tensor, per_head: int) -> Groups:
+    """Sort tokens by their cell or leaf (H, N), of which there are `per_head`, then by index."""
+    number = across_heads(index, per_head).flatten()
+    in_order, rows = number.sort(stable=True)
+    bounds = torch.arange(len(index) * per_head + 1, device=index.device)
+    return Groups(number, rows, torch.searchsorted(in_order, bounds))
 
 
 def nearest_parents(key: Tensor, parents: Tensor) -> Tensor:
     """Nearest parent of each key; ties go to the lower index.
 
     Args:
-        key: (H, N, D), dtype of `parents` or narrower.
-        parents: (H, M0, D) float32 or float64.
+        key: (H, N, D), centred.
+        parents: (H, M0, D), same dtype.
 
     Returns:
         (H, N) int64 in [0, M0).
     """
-    return nearest_leaves(key, parents, parents[:, :, None][:, :, :0])
+    # Half of |k|^2 - |k - p|^2 is linear in k.
+    bias = -0.5 * parents.square().sum(dim=-1)[:, None]
+    length = chunk_length(key.device, parents[..., 0].numel())
+    scores = (torch.baddbmm(bias, keys, parents.mT) for keys in key.split(length, dim=1))
+    return torch.cat([score.max(dim=-1).indices for score in scores], dim=1)
 
 
 def nearest_leaves(
-    key: Tensor, parents: Tensor, children: Tensor, cell: Tensor | None = None
+    key: Tensor, parents: Tensor, children: Tensor, cells: Groups | None = None
 ) -> Tensor:
     """The leaf of each key.
 
     Args:
-        key: (H, N, D), dtype of `parents` or narrower.
-        parents: (H, M0, D) float32 or float64.
+        key: (H, N, D), centred.
+        parents: (H, M0, D), same dtype.
         children: (H, M0, C, D), same dtype.
-        cell: (H, N) from `nearest_parents`, if already computed.
+        cells: the keys by `nearest_parents`, if already known.
 
     Returns:
         (H, N) int64 in [0, M0 (1 + C)).
     """
-    heads, num_keys, head_dim = key.shape
-    num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
-    centre = centre_of(parents)
-    offsets = (children - parents[:, :, None]).flatten(0, 1)
-    parents = parents - centre
-    # Half of |k|^2 - |k - p|^2, and of |k - p|^2 - |k - c|^2, are linear in k.
-    parent_bias = -0.5 * parents.square().sum(dim=-1)
-    child_bias = -(offsets * (parents.reshape(-1, 1, head_dim) + 0.5 * offsets)).sum(dim=-1)
+    if cells is None:
+        cells = grouped(nearest_parents(key, parents), parents.shape[1])
+    num_leaves, device = 1 + children.shape[2], key.device
+    keys, offsets = key.flatten(0, 1), (children - parents[:, :, None]).flatten(0, 1)
+    # Half of |k - p|^2 - |k - c|^2 is linear in k.
+    middle = parents.reshape(-1, 1, keys.shape[1]) + 0.5 * offsets
+    bias = -(offsets * middle).sum(dim=-1)[:, None]
 
-    assignment = torch.empty(heads, num_keys, dtype=torch.int64, device=key.device)
-    chunk = chunk_length(key.device, heads * (offsets[0].numel() + num_parents))
-    for start in range(0, num_keys, chunk):
-        keys = key[:, start : start + chunk] - centre
-        if cell is None:
-            scores = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2))
-            parent = scores.argmax(dim=-1)
-        else:
-            parent = cell[:, start : start + chunk]
-        row = across_heads(parent, num_parents).flatten()
-        products = offsets.index_select(0, row).mul_(keys.reshape(-1, 1, head_dim))
-        gain = products.sum(dim=-1) + child_bias.index_select(0, row)
-        # Staying has gain 0 and comes first, and argmax takes the first of equal gains.
-        leaf = F.pad(gain, (1, 0)).argmax(dim=-1)
-        assignment[:, start : start + chunk] = parent * num_leaves + leaf.view_as(parent)
-    return assignment
+    # Each block holds keys of one cell; there are at most so many.
+    blocks = -(-cells.edges.diff() // BLOCK)
+    ends = blocks.cumsum(dim=0)
+    block = torch.arange(len(keys) // BLOCK + len(blocks), device=device)
+    cell = torch.searchsorted(ends, block, right=True).clamp(max=len(blocks) - 1)
+    # Where the rows of block 0 of a cell would start, if all blocks were full.
+    shift = cells.edges[:-1] - BLOCK * (ends - blocks)
+    place = (BLOCK * block + shift[cell])[:, None] + torch.arange(BLOCK, device=device)
+    rows = cells.rows[place.clamp(max=len(keys) - 1)]
+    leaf = torch.empty_like(rows)
+    length = chunk_length(device, (BLOCK + num_leaves) * keys.shape[1])
+    for part in map(slice, range(0, len(rows), length), range(length, len(rows) + length, length)):
+        of_block = keys.index_select(0, rows[part].flatten()).unflatten(0, (-1, BLOCK))
+        gain = torch.baddbmm(bias[cell[part]], of_block, offsets[cell[part]].mT)
+        # Staying has gain 0 and comes first, and max takes the first of equal gains.
+        leaf[part] = F.pad(gain, (1, 0)).max(dim=-1).indices
+    cell = cells.number[cells.rows]
+    leaf = leaf.flatten()[torch.arange(len(keys), device=device) - shift[cell]]
+    leaf += cell % parents.shape[1] * num_leaves
+    return torch.empty_like(leaf).index_copy_(0, cells.rows, leaf).view(key.shape[:2])
 
 
 def leaf_sums(keys: Tensor, leaf: Tensor, num_leaves: int) -> tuple[Tensor, Tensor]:

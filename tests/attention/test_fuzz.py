@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from problems import Problem, draw_problem, solve
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.attention.own_codewords import codewords_and_leaves
+from avq_diffusers.attention.own_codewords import assigned
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
@@ -176,8 +176,9 @@ def without_first_order(tokens: dict) -> dict:
         **{name: tokens[name].detach() if name in TOKENS else tokens[name] for name in names}
     )
     sizes = {name: tokens[name] for name in ("num_parents", "num_children")}
-    parents, children, _ = codewords_and_leaves(tensors, Spec(**sizes))
-    return {"codebook": Codebook(parents, children)}
+    found = assigned(tensors, Spec(**sizes))
+    centre = found.centre
+    return {"codebook": Codebook(found.parents + centre, found.children + centre[:, None])}
 
 
 def off(tokens: dict, name: str, share: float = 0.02) -> dict:
