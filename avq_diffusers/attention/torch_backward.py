@@ -50,6 +50,7 @@ from avq_diffusers.attention.torch_forward import (
     Tiles,
     choose,
     empty_tokens,
+    offsets_to,
     summarize,
     take,
     tile_queries,
@@ -171,10 +172,11 @@ def _write_gradients(
         head_dim = grad_query.shape[3]
         tiles.write(grad_query, tensors.scale * grad_queries[..., :head_dim])
     of_tokens: Sequence[Tensor | None]
+    value = tensors.value.flatten(0, 2).to(queries.dtype)
     if moments is None:
-        of_tokens = _through_means(summary, sums, term, of_key, of_value)
+        of_tokens = _through_means(summary, value, sums, term, of_key, of_value)
     else:
-        of_tokens = moments.gradients(tensors.value.flatten(0, 2))
+        of_tokens = moments.gradients(value)
     for grad, of_token in zip((grad_key, grad_value), of_tokens, strict=True):
         if grad is not None and of_token is not None:
             grad.copy_(of_token.view(grad.shape))
@@ -278,9 +280,14 @@ def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _through_means(
-    summary: Summary, sums: _Sums, term: _FirstOrder | None, for_keys: bool, for_values: bool
+    summary: Summary,
+    value: Tensor,
+    sums: _Sums,
+    term: _FirstOrder | None,
+    for_keys: bool,
+    for_values: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of keys and values (H S, D)."""
+    """Gradients of keys and values (H S, D), of which `value` holds the latter."""
     grad_keys, grad_values = (
         _of_sums(summary, of_rows) if needed and of_rows is not None else None
         for needed, of_rows in ((for_keys, sums.keys), (for_values, sums.values))
@@ -288,13 +295,14 @@ def _through_means(
     if term is None or not (for_keys or for_values):
         return grad_keys, grad_values
     assert summary.offsets is not None  # own codewords are means
-    codewords = summary.codewords
+    codewords, leaves = summary.codewords, summary.leaves
     heads, head_dim = len(term.matrix), term.matrix.shape[1]
-    key_offsets, value_offsets = (x.unflatten(0, (heads, -1)) for x in summary.offsets)
+    key_offsets = summary.offsets.unflatten(0, (heads, -1))
     grad_matrix = term.grad_matrix() / variance_of(codewords)
     if grad_values is not None:
         grad_values += (key_offsets @ grad_matrix.mT).flatten(0, 1)
     if grad_keys is not None and sums.values is not None:
+        value_offsets = offsets_to(codewords.values, value, leaves).unflatten(0, (heads, -1))
         grad_keys += (value_offsets @ grad_matrix).flatten(0, 1)
         of_spreads = sums.values[: codewords.counts.numel(), head_dim, None]
         of_spreads = 2 * of_spreads.unflatten(0, codewords.counts.shape)
@@ -304,7 +312,7 @@ def _through_means(
         between = of_cells * (codewords.keys[:, :, 1:] - codewords.keys[:, :, :1])
         of_leaves -= 2 * (grad_matrix * term.matrix).sum(dim=(1, 2))[:, None, None, None]
         shares = torch.cat([of_leaves, between], dim=-1).flatten(0, 2)
-        shares = shares.index_select(0, summary.leaves.number)
+        shares = shares.index_select(0, leaves.number)
         grad_keys += shares[:, :1] * key_offsets.flatten(0, 1) + shares[:, 1:]
     return grad_keys, grad_values
 
@@ -343,8 +351,7 @@ class _Moments:
         """Gradients of keys and values (H S, D); `value` is (H S, D)."""
         head_dim = value.shape[1]
         grad_keys, grad_values = (
-            torch.empty_like(value, dtype=self.sums.dtype) if needed else None
-            for needed in self.needed
+            torch.empty_like(value) if needed else None for needed in self.needed
         )
         of_leaves = _of_leaves(self.sums, self.summary.codewords.counts)
         of_leaves = of_leaves.flatten(0, 2).unflatten(-1, (-1, 1 + head_dim))
@@ -356,6 +363,6 @@ class _Moments:
                 grad_values[part] = of_leaves[:, -1, :head_dim].index_select(0, leaf)
             if grad_keys is not None:
                 matrices = of_leaves[:, :head_dim].index_select(0, leaf)
-                values = F.pad(value[part].to(self.sums.dtype), (0, 1), value=-1)[..., None]
+                values = F.pad(value[part], (0, 1), value=-1)[..., None]
                 grad_keys[part] = (matrices @ values)[..., 0]
         return grad_keys, grad_values

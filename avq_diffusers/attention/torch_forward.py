@@ -13,12 +13,11 @@ With the matrix C of a head, the first-order term r / (1 + r |s q|^2 / D) C s q 
 
 A refined cell stands only for the keys that stay with it, so this matches the definition for any
 codebook. With `num_refined` all tiles have as many columns. With a threshold their numbers depend
-on the data: the host waits once per call to read them, sorts the tiles by their number of columns
-and attends to similar ones together. There are no atomics: every run gives the same bits. Half
-precision is computed in float32.
+on the data: the host waits to read which cells any tile refines, whose leaves alone are scored, and
+how many columns tiles have. Tiles with similar numbers attend together. There are no atomics: every
+run gives the same bits. Half precision is computed in float32.
 
-On a CPU, batch elements run one after another, to stay in cache; elsewhere all at once, to save
-launches.
+Batch elements run in chunks: few on a CPU, to stay in cache; many elsewhere, to save launches.
 
 Shapes: H heads (of all batch elements in a chunk), N queries, S keys, D head dim, M0 parents, C
 children, T query tiles of I queries, R = M0 (2 + C) codewords, G pairs of a head and a tile, K
@@ -45,6 +44,10 @@ RUN = 256
 # Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
 LOG_ZERO = -1e30
 
+# Lists of columns are padded to multiples of this: products of other sizes take up to 1.4 times as
+# long on a CPU.
+ALIGNED = 16
+
 # Share of the longest list of columns that lists padded to its length have at least.
 SIMILAR = 0.75
 
@@ -70,8 +73,8 @@ class Summary(NamedTuple):
         keys, values: (rows, W), the table: codewords (H R), with a threshold the keys (H S), sinks,
             and a row that stands for no key.
         key_rows, sink_rows: where in the table keys and sinks are.
-        offsets: of keys and of values, (H S, D) each, minus the means of their leaves; None if
-            stored codewords represent the keys.
+        offsets: (H S, D), keys minus the means of their leaves; None if stored codewords represent
+            them.
         matrix: (H, D, D), the first-order term's C; None without it.
     """
 
@@ -81,7 +84,7 @@ class Summary(NamedTuple):
     values: Tensor
     key_rows: slice
     sink_rows: slice
-    offsets: tuple[Tensor, Tensor] | None
+    offsets: Tensor | None
     matrix: Tensor | None
 
     @property
@@ -160,7 +163,7 @@ def avq_attention(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
     output, shown = empty_tokens(query), empty_shown(query, spec.query_tile)
     # All queries see the same columns where no parent is refined.
     tiles = Tiles.of(tensors, query.shape[2] if spec.num_refined == 0 else spec.query_tile)
-    size = 1 if query.device.type == "cpu" else len(query)
+    size = chunk_length(query.device, query[0].numel())
     for start in range(0, len(query), size):
         elements = slice(start, start + size)
         part = tensors.part(elements)
@@ -210,7 +213,9 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
     if spec.means:
         codewords, offsets = _means(key, value, leaves, counts)
         if tensors.parents is None:
-            matrix = _first_order(*offsets, codewords)
+            # Offsets add up to 0 in a leaf, so the mean of its values has no part in this.
+            values, of_heads = (x.unflatten(0, (len(parents), -1)) for x in (value, offsets))
+            matrix = values.mT @ of_heads / variance_of(codewords)
     else:
         cells = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
         codewords = Codewords(cells, _averages(value, leaves, counts), counts)
@@ -235,23 +240,23 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
     return Summary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
 
 
-def _means(
-    key: Tensor, value: Tensor, leaves: Groups, counts: Tensor
-) -> tuple[Codewords, tuple[Tensor, Tensor]]:
+def _means(key: Tensor, value: Tensor, leaves: Groups, counts: Tensor) -> tuple[Codewords, Tensor]:
     """Codewords of keys and values (H S, D), and `Summary.offsets`."""
     keys, values = (_averages(x, leaves, counts) for x in (key, value))
-    key_offsets, value_offsets = (
-        x - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.number)
-        for x, means in ((key, keys), (value, values))
-    )
-    distances = torch.linalg.vector_norm(key_offsets, dim=1, keepdim=True).square_()
+    offsets = offsets_to(keys, key, leaves)
+    distances = torch.linalg.vector_norm(offsets, dim=1, keepdim=True).square_()
     inside = sum_groups(distances, leaves).view_as(counts[:, :, 1:])
     # A leaf's keys around the mean of its cell. Moments about the centre would cancel for small
     # cells far from it.
     between = (keys[:, :, 1:] - keys[:, :, :1]).square().sum(dim=-1)
     of_cells = (inside + counts[:, :, 1:] * between).sum(dim=2, keepdim=True)
     spreads = torch.cat([of_cells, inside], dim=2) / counts.clamp(min=1)
-    return Codewords(keys, values, counts, spreads), (key_offsets, value_offsets)
+    return Codewords(keys, values, counts, spreads), offsets
+
+
+def offsets_to(means: Tensor, tokens: Tensor, leaves: Groups) -> Tensor:
+    """Tokens (H S, D) minus the means (H, M0, 2 + C, D) of their leaves."""
+    return tokens - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.number)
 
 
 def _averages(tokens: Tensor, leaves: Groups, counts: Tensor) -> Tensor:
@@ -264,12 +269,6 @@ def _averages(tokens: Tensor, leaves: Groups, counts: Tensor) -> Tensor:
 def _with_cells(of_leaves: Tensor) -> Tensor:
     """Sums or counts (H, M0, 1 + C, ...) of leaves as those of codewords, (H, M0, 2 + C, ...)."""
     return torch.cat([of_leaves.sum(dim=2, keepdim=True), of_leaves], dim=2)
-
-
-def _first_order(keys: Tensor, values: Tensor, codewords: Codewords) -> Tensor:
-    """How values follow keys inside leaves, C (H, D, D), of their offsets (H S, D)."""
-    keys, values = (x.unflatten(0, (len(codewords.counts), -1)) for x in (keys, values))
-    return values.mT @ keys / variance_of(codewords)
 
 
 def variance_of(codewords: Codewords) -> Tensor:
@@ -349,7 +348,7 @@ class Chosen(NamedTuple):
                 of_head = pairs // self.spans.shape[1] * sinks + summary.sink_rows.start
                 of_head = of_head[:, None] + torch.arange(sinks, device=device)
                 listed = torch.cat([listed, of_head], dim=1)
-            yield pairs, listed
+            yield pairs, F.pad(listed, (0, -listed.shape[1] % ALIGNED), value=len(summary.keys) - 1)
             start += len(pairs)
 
     def _rows(self, summary: Summary, total: int) -> Tensor:

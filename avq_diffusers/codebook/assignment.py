@@ -18,7 +18,7 @@ from avq_diffusers.codebook.codebook import Codebook
 
 # Elements in the intermediates of one chunk: few enough for a CPU's cache; on other devices enough
 # to keep launches few.
-ELEMENTS_CPU = 1 << 20
+ELEMENTS_CPU = 1 << 22
 ELEMENTS = 1 << 26
 
 # Keys of one cell whose children are scored together.
