@@ -128,6 +128,8 @@ def nearest_leaves(
     """
     if cells is None:
         cells = grouped(nearest_parents(key, parents), parents.shape[1])
+    if 0 in (key.shape[1], children.shape[2]):
+        return (cells.number % parents.shape[1]).view(key.shape[:2])
     num_leaves, device = 1 + children.shape[2], key.device
     keys, offsets = key.flatten(0, 1), (children - parents[:, :, None]).flatten(0, 1)
     # Half of |k - p|^2 - |k - c|^2 is linear in k.

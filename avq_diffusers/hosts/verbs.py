@@ -187,10 +187,11 @@ def apply_avq(
         for hosted in models
     }
     named = _by_full_name(of_models)
-    allocation = None if profile is None else profile.within(checked_tolerance(tolerance))
-    specs = {}
-    if profile is not None and allocation is not None:
-        specs = chosen_specs(named, profile, allocation)
+    allocation, specs = None, {}
+    if profile is not None and tolerance is not None:
+        profile.check_layers([*named])
+        allocation = profile.within(tolerance)
+        specs = chosen_specs(named, allocation)
     for hosted, states in of_models.items():
         own = {state: specs[state] for state in states.values() if state in specs}
         check_schedules(hosted, own)

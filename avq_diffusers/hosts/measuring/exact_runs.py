@@ -27,7 +27,7 @@ from avq_diffusers.hosts.core import (
     states_of_config,
 )
 from avq_diffusers.hosts.measuring.allocation import THRESHOLDS
-from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Repeat, Trial
+from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Position, Repeat, Trial
 from avq_diffusers.hosts.measuring.progress import Progress, Shown
 from avq_diffusers.hosts.models import models_of
 
@@ -48,12 +48,8 @@ class ExactRuns:
             arguments: as in `measure_error`.
 
     Attributes:
-        start: the timestep at which the current part of the denoising begins.
-        number: index of the current call, over all examples.
-        turn: which layers are measured in it.
-        example: index of the current example.
-        depth: nesting depth of model calls.
-        trial: what the current call runs; None is exact attention.
+        position: where they are.
+        numbers: the calls so far, by part of the denoising.
     """
 
     def __init__(
@@ -70,7 +66,6 @@ class ExactRuns:
         **arguments: Any,
     ) -> None:
         self.pipe, self.seed, self.arguments = pipe, seed, arguments
-        self.thresholds: tuple[float, ...] = THRESHOLDS
         self.num_inference_steps = num_inference_steps
         self.shown, self.progress_name = progress, progress_name
         self.models = models_of(pipe)
@@ -102,12 +97,10 @@ class ExactRuns:
         self.num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
         bounds = sorted({self.num_steps * part // self.parts for part in range(self.parts + 1)})
         self.steps_of_parts = [range(*pair) for pair in pairwise(bounds)]
-        num_repeated = len(self.thresholds) * len(self.examples) * self.num_steps * self.num_layers
+        num_repeated = len(THRESHOLDS) * len(self.examples) * self.num_steps * self.num_layers
         most = len(self.examples) * min(map(len, self.steps_of_parts))
         # A layer is measured in one of this many calls of each part.
         self.turns = max(1, min(-(-num_repeated // MOST_REPEATED), most))
-        self.depth = 0
-        self.trial: Trial | None = None
 
     def planned(self, repeated: int | None = None) -> list[list[int]]:
         """The model calls by example and step, for `progress_over`.
@@ -118,7 +111,7 @@ class ExactRuns:
 
         def calls(index: int) -> int:
             probed = range(self.turn_of(index), self.num_layers, self.turns)
-            return 1 + (len(self.thresholds) * len(probed) if repeated is None else repeated)
+            return 1 + (len(THRESHOLDS) * len(probed) if repeated is None else repeated)
 
         return [
             [
@@ -148,8 +141,7 @@ class ExactRuns:
         Returns:
             The layers of each model.
         """
-        self.start, self.number = NUM_TRAIN_TIMESTEPS, -1
-        self.numbers: Counter[int] = Counter()
+        self.position, self.numbers = Position(THRESHOLDS), Counter[int]()
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with ExitStack() as stack:
@@ -158,7 +150,7 @@ class ExactRuns:
                 layers = measured[hosted] = []
                 for number, (layer, state) in enumerate(states.items()):
                     named = replace(layer, name=hosted.prefix + layer.name)
-                    layers.append(MeasuredLayer(named, state, self, number % self.turns))
+                    layers.append(MeasuredLayer(named, state, self.position, number % self.turns))
                     state.function = layers[-1].attend
                 stack.enter_context(installed(hosted, states))
                 stack.enter_context(self._watched(hosted, partial(visit, hosted, layers)))
@@ -171,7 +163,7 @@ class ExactRuns:
 
     def _counted(self, first_run: int) -> Iterator[Any]:
         for number, example in enumerate(self.examples):
-            self.example, self.step = number, -1
+            self.position.example, self.step = number, -1
             self.timestep: float | None = None  # what the last call told
             self.progress.begin_run(first_run + number)
             yield example
@@ -182,11 +174,11 @@ class ExactRuns:
 
         def leave(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             try:
-                if self.depth == 1 and output is not None:
+                if self.position.depth == 1 and output is not None:
                     self.progress.count_call()
                     visit(partial(self._repeat, partial(model, *args, **kwargs), output))
             finally:
-                self.depth -= 1
+                self.position.depth -= 1
 
         enter = partial(self._enter, hosted.timesteps)
         with (
@@ -197,11 +189,11 @@ class ExactRuns:
 
     def _repeat(self, call: Callable[[], Any], exact: Any, trial: Trial) -> float:
         """Repeat a call and return the squared relative error of its output."""
-        self.trial = trial
+        self.position.trial = trial
         try:
             pairs = [*zip(_tensors_of(call()), _tensors_of(exact), strict=True)]
         finally:
-            self.trial = None
+            self.position.trial = None
             self.progress.count_call()
         size = sum(float(x.square().sum()) for _, x in pairs)
         return sum(float((a - b).square().sum()) for a, b in pairs) / size if size else 0.0
@@ -209,10 +201,9 @@ class ExactRuns:
     def _enter(
         self, timesteps: Timesteps | None, model: nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        self.depth += 1
-        if self.depth > 1:
+        self.position.depth += 1
+        if self.position.depth > 1:
             return
-        self.number += 1
         told = None if timesteps is None else timesteps.told(args, kwargs)
         if told is None or told != self.timestep:
             self.timestep, self.step = told, self.step + 1
@@ -224,12 +215,13 @@ class ExactRuns:
         if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
-                if self.number == 0:
+                if not self.numbers:
                     steps = _left(self.scheduler.timesteps.tolist(), timestep)
                     self.starts = {start: start for start in starts_of_parts(steps, self.parts)}
-                self.start = at_timestep(self.starts, timestep)
-        self.turn = self.turn_of(self.numbers[self.start])
-        self.numbers[self.start] += 1
+                self.position.start = at_timestep(self.starts, timestep)
+        start = self.position.start
+        self.position.turn = self.turn_of(self.numbers[start])
+        self.numbers[start] += 1
 
 
 def _left(steps: list[float], timestep: float) -> list[float]:

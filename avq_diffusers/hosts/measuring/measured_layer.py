@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,7 +12,13 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.exact import exact_attention
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.core import EXACT, LayerSpec, LayerState, kept_milliseconds
+from avq_diffusers.hosts.core import (
+    EXACT,
+    NUM_TRAIN_TIMESTEPS,
+    LayerSpec,
+    LayerState,
+    kept_milliseconds,
+)
 from avq_diffusers.hosts.measuring.allocation import Floats
 from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured
 
@@ -21,22 +28,25 @@ Trial: TypeAlias = Mapping[str, Spec | None]
 Repeat: TypeAlias = Callable[[Trial], float]
 
 
-class Position(Protocol):
+@dataclass
+class Position:
     """Where exact runs are.
 
     Attributes:
-        trial: what a repeated call tries; None in other calls.
+        thresholds: what is tried, in this order.
+        trial: what a repeated call tries; None in other calls, which run exact attention.
         depth: number of open calls of models, one in the other.
         turn: whose layers measure in the current call.
-        start: the part of the denoising that the current call belongs to.
-        thresholds: what is tried, in this order.
+        start: the timestep at which the current part of the denoising begins.
+        example: index of the current example.
     """
 
-    trial: Trial | None
-    depth: int
-    turn: int
-    start: int
     thresholds: tuple[float, ...]
+    trial: Trial | None = None
+    depth: int = 0
+    turn: int = 0
+    start: int = NUM_TRAIN_TIMESTEPS
+    example: int = 0
 
 
 class MeasuredLayer:
@@ -45,13 +55,13 @@ class MeasuredLayer:
     Args:
         layer: name, level and head shape.
         state: the layer's state during the measurement.
-        runs: where they are.
+        position: where they are.
         turn: measures the layer in the calls of this turn.
     """
 
-    def __init__(self, layer: LayerSpec, state: LayerState, runs: Position, turn: int) -> None:
+    def __init__(self, layer: LayerSpec, state: LayerState, position: Position, turn: int) -> None:
         self.layer = LayerSpec(**layer.stored)
-        self.state, self.runs, self.turn = state, runs, turn
+        self.state, self.position, self.turn = state, position, turn
         self.spec = state.config.spec
         self.num_tokens = 0  # in the first call
         self.exact_time = 0.0  # in the first call
@@ -68,7 +78,7 @@ class MeasuredLayer:
         Raises:
             ValueError: the attention output has NaN or infinity.
         """
-        trial = self.runs.trial
+        trial = self.position.trial
         tried = None if trial is None else trial.get(self.layer.name)
         if tried is not None:
             found = attend(tensors, tried)
@@ -78,7 +88,7 @@ class MeasuredLayer:
                 self.seen = columns, time / self._time(tensors, tensors.key.shape[2], None)
             return found
         exact = Attended(exact_attention(tensors), EXACT)
-        if trial is None and self.runs.depth == 1:
+        if trial is None and self.position.depth == 1:
             if not exact.output.isfinite().all():
                 raise ValueError(
                     f"the attention of {self.layer.name} returns NaN or infinity; measure a model "
@@ -93,15 +103,15 @@ class MeasuredLayer:
     def probe(self, repeat: Repeat) -> None:
         """Measure each threshold in the current call, if it is the layer's turn."""
         is_served, self.is_served = self.is_served, False
-        if not is_served or self.runs.turn != self.turn:
+        if not is_served or self.position.turn != self.turn:
             return
         found = []
         self.is_probed = True
-        for threshold in self.runs.thresholds:
+        for threshold in self.position.thresholds:
             squared = repeat({self.layer.name: self.spec.changed(threshold=threshold)})
             found.append((squared, *self.seen))
         self.is_probed = False
-        self.probes[self.runs.start].append(np.array(found).T)
+        self.probes[self.position.start].append(np.array(found).T)
 
     def effects(self, starts: Iterable[int], called: float) -> LayerEffects:
         """What was measured.

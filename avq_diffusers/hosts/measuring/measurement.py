@@ -137,7 +137,7 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
     models: Counter[Hosted] = Counter()
 
     def visit(hosted: Hosted, layers: list[MeasuredLayer], repeat: Repeat) -> None:
-        starts[runs.start] += 1
+        starts[runs.position.start] += 1
         models[hosted] += 1
         for layer in layers:
             layer.probe(repeat)
@@ -159,7 +159,7 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
         )
     parts = {start: Part(number / total) for start, number in starts.items()}
     unit = MILLISECONDS if any(layer.is_timed for layer in found) else OPERATIONS
-    return ErrorProfile(runs.config, tuple(found.values()), parts, runs.thresholds, unit)
+    return ErrorProfile(runs.config, tuple(found.values()), parts, runs.position.thresholds, unit)
 
 
 def _errors_of(
@@ -170,8 +170,10 @@ def _errors_of(
 
     def visit(hosted: Hosted, layers: list[MeasuredLayer], repeat: Repeat) -> None:
         for number, plan in enumerate(plans):
-            trial = {name: at_timestep(parts, runs.start).spec for name, parts in plan.items()}
-            squared[number, runs.example, runs.start].append(repeat(trial))
+            trial = {
+                name: at_timestep(parts, runs.position.start).spec for name, parts in plan.items()
+            }
+            squared[number, runs.position.example, runs.position.start].append(repeat(trial))
 
     runs.follow(visit, first_run=first_run)
     errors: list[list[dict[int, float]]] = [[{} for _ in runs.examples] for _ in plans]

@@ -7,6 +7,7 @@ on the layers where it removes the most error.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -16,7 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from avq_diffusers.config import AVQConfig, check_int, check_threshold, check_tolerance
+from avq_diffusers.config import (
+    LARGEST_TOLERANCE,
+    AVQConfig,
+    check_int,
+    check_threshold,
+    check_tolerance,
+)
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.core import (
     EXACT,
@@ -154,7 +161,12 @@ class ErrorProfile:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5.
         """
-        return self._within(checked_tolerance(tolerance))
+        tolerance, chosen = checked_tolerance(tolerance), {}
+        choices = choices_of(self.thresholds)
+        for start, part in self.parts.items():
+            effects, _, times = self._table(start, choices)
+            chosen[start] = allocate(times, effects**2, (tolerance / part.correction) ** 2)
+        return self._allocation(choices, chosen, tolerance)
 
     def config_within(self, tolerance: float) -> AVQConfig:
         """`within` with each layer's finest threshold over the denoising, as a configuration.
@@ -175,28 +187,10 @@ class ErrorProfile:
         overrides = {name: {"threshold": x} for name, x in finest.items() if x}
         return replace(self.config, exact=(*self.config.exact, *exact), overrides=overrides)
 
-    def taking(self, time: float) -> Allocation:
-        """The thresholds with the least output error within a time; the fastest if none fit."""
-        low, high = 1e-6, 1e3
-        for _ in range(60):
-            middle = (low * high) ** 0.5
-            if self._within(middle).time <= time:
-                high = middle
-            else:
-                low = middle
-        return self._within(high)
-
     def uniform(self, threshold: float) -> Allocation:
         """One threshold, above 0, in all layers that AVQ serves."""
         is_served = np.array([bool(one.parts) for one in self.layers], dtype=np.intp)
         return self._allocation((threshold,), dict.fromkeys(self.parts, is_served))
-
-    def _within(self, tolerance: float) -> Allocation:
-        chosen, choices = {}, choices_of(self.thresholds)
-        for start, part in self.parts.items():
-            effects, _, times = self._table(start, choices)
-            chosen[start] = allocate(times, effects**2, (tolerance / part.correction) ** 2)
-        return self._allocation(choices, chosen, tolerance)
 
     def _table(self, start: int, thresholds: Sequence[float]) -> Floats:
         """Effects, columns and times, (3, L, 1 + G), of exact attention and of thresholds."""
@@ -239,13 +233,15 @@ class ErrorProfile:
         check_specs("error profile", own, layers, "was measured with")
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file atomically.
+        """Write a JSON file atomically, with the numbers of a list on one line.
 
         Raises:
             OSError: the disk is full or not writable.
         """
+        text = json.dumps(asdict(self), indent=1)
+        text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
         with atomic_write(Path(path)) as temporary:
-            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            temporary.write_text(text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "ErrorProfile":
@@ -287,7 +283,8 @@ class ErrorProfile:
         axes, of_layers = figure.subplots(1, 2)
         equal = {threshold: self.uniform(threshold) for threshold in self.thresholds}
         errors = [max(plan.error, 1e-9) for plan in equal.values()]
-        best = [self._within(x) for x in np.geomspace(min(errors) / 3, max(errors), 60).tolist()]
+        ends = np.clip([min(errors) / 3, max(errors)], None, LARGEST_TOLERANCE)
+        best = [self.within(x) for x in np.geomspace(*ends, 60).clip(None, ends[1]).tolist()]
         shown = [(plan.error, plan.speedup) for plan in best if plan.error > 0]
         axes.plot([x for x, _ in shown], [y for _, y in shown], label="within a tolerance")
         for threshold, plan in equal.items():
@@ -327,11 +324,15 @@ class ErrorProfile:
 
 
 def chosen_specs(
-    states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
+    states: Mapping[LayerSpec, LayerState], allocation: Allocation
 ) -> dict[LayerState, SpecSchedule]:
-    """Each layer's options by timestep; raises what `apply_avq` raises."""
-    profile.check_layers([*states])
-    return {state: _schedule(allocation.choices[layer.name]) for layer, state in states.items()}
+    """Each layer's options by timestep; equal ones of consecutive parts are one entry."""
+
+    def schedule(choices: Mapping[int, Choice]) -> SpecSchedule:
+        runs = groupby(choices, key=lambda start: choices[start].spec)
+        return {next(starts): spec for spec, starts in runs}
+
+    return {state: schedule(allocation.choices[layer.name]) for layer, state in states.items()}
 
 
 def note_allocation(
@@ -349,12 +350,6 @@ def checked_tolerance(tolerance: Any) -> float:
         raise TypeError(f"tolerance must be a number such as 0.02, but got {tolerance!r}.")
     check_tolerance("tolerance", tolerance)
     return float(tolerance)
-
-
-def _schedule(choices: Mapping[int, Choice]) -> SpecSchedule:
-    """The options of a layer; equal ones of consecutive parts are one entry."""
-    runs = groupby(choices, key=lambda start: choices[start].spec)
-    return {next(starts): spec for spec, starts in runs}
 
 
 def _columns(choices: Mapping[int, Choice]) -> str:
