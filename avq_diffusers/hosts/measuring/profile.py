@@ -283,8 +283,8 @@ class ErrorProfile:
         axes, of_layers = figure.subplots(1, 2)
         equal = {threshold: self.uniform(threshold) for threshold in self.thresholds}
         errors = [max(plan.error, 1e-9) for plan in equal.values()]
-        ends = np.clip([min(errors) / 3, max(errors)], None, LARGEST_TOLERANCE)
-        best = [self.within(x) for x in np.geomspace(*ends, 60).clip(None, ends[1]).tolist()]
+        least, most = (min(x, LARGEST_TOLERANCE) for x in (min(errors) / 3, max(errors)))
+        best = [self.within(min(x, most)) for x in np.geomspace(least, most, 60).tolist()]
         shown = [(plan.error, plan.speedup) for plan in best if plan.error > 0]
         axes.plot([x for x, _ in shown], [y for _, y in shown], label="within a tolerance")
         for threshold, plan in equal.items():
