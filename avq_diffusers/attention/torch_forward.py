@@ -446,9 +446,8 @@ def _spans_of_threshold(
     leaves, sizes = keys[head, opened, 1:], counts[head, opened, 1:].int()[:, None]
     gain = masses(flat @ leaves.flatten(1, 2).mT).unflatten(-1, leaves.shape[1:3])
     gain *= growth(size[..., None] * spreads[head, opened, 1:][:, None]) / sizes.clamp(min=1)
-    of_leaves[head, :, opened] = torch.where(gain > threshold, sizes, sizes.clamp(max=1)).transpose(
-        1, 2
-    )
+    finest = torch.where(gain > threshold, sizes, sizes.clamp(max=1))
+    of_leaves[head, :, opened] = finest.transpose(1, 2)
     of_cells = ~refined & (counts[:, None, :, 0] > 0)
     return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)
 
