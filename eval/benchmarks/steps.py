@@ -65,7 +65,8 @@ class Case(NamedTuple):
 
 
 def cases_of(models: str, runs: Sequence[str], methods: Sequence[str]) -> list[Case]:
-    """The rows of a command, in order: eager before compiled, which takes minutes to compile.
+    """The rows of a command: eager before compiled, which takes minutes, and exact attention and
+    AVQ before other methods.
 
     Args:
         models: such as "sd15@1024,flux@2048", or "sd15" for all its sizes; the most important
@@ -93,11 +94,12 @@ def cases_of(models: str, runs: Sequence[str], methods: Sequence[str]) -> list[C
     for run in runs:
         if run not in RUNS:
             raise ValueError(f"runs must be {', '.join(RUNS)}, but got {run!r}.")
+    pairs = [method for method in methods if method in (EXACT, AVQ)]
+    others = [method for method in methods if method not in pairs]
     return [
-        Case(*x, run, method)
-        for run in RUNS
-        if run in runs
-        for x, method in product(found, methods)
+        Case(*place, run, method)
+        for run, some in product([run for run in RUNS if run in runs], (pairs, others))
+        for place, method in product(found, some)
     ]
 
 
