@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.options import device_of, numbers_of
-from eval.commands.options import Device, Output, command_line, dtype_name
+from avq_diffusers.options import device_of, dtype_name, numbers_of
+from eval.commands.options import Device, Output, command_line
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")

@@ -24,6 +24,7 @@ OTHERS = [name for name in MODELS if name not in UNET_NAMES]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Tiny calls are faster exact; the back end that generates code is left to the GPU run."""
+    monkeypatch.setattr(routing, "MEASURED", ("cpu",))
     monkeypatch.setattr(routing, "break_even", lambda *call: routing.BreakEven(1, 1, 0, 0))
     for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
         monkeypatch.setattr(networks, name, {"backend": "eager", "dynamic": False})
