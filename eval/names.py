@@ -29,6 +29,7 @@ from avq_diffusers.config import sizes_of
 from eval.store.markdown import figure
 
 EXACT = "exact"
+AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`
 NO_ATTENTION = "value-projection"
 TOME = "tome"
 POOLED = "pooled"

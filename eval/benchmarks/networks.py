@@ -21,9 +21,8 @@ from avq_diffusers.extras.linfusion import LinFusionProcessor
 from eval.benchmarks.models import Model
 from eval.keys.peers import arranged, attention_in_order
 from eval.methods import layers_run_by, merged_tokens
-from eval.names import EXACT, FOLDER, LIMIT, LINFUSION, PEERS, TOME, MethodName, timed_method
+from eval.names import AVQ, EXACT, FOLDER, LIMIT, LINFUSION, PEERS, TOME, MethodName, timed_method
 
-AVQ = "avq"  # the method `apply_avq(pipe)`
 SHARPNESS = 2  # factor on untrained queries and keys, for a logit spread of about 1
 # Untrained modulations almost switch blocks off; this lets the blocks affect the output.
 MODULATIONS = ("linear.bias", "scale_shift_table")

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from eval.benchmarks.models import MODELS
-from eval.benchmarks.networks import AVQ, NetworkBench
+from eval.benchmarks.networks import NetworkBench
 from eval.benchmarks.timing import block_ms
-from eval.names import EXACT, LIMIT, TRANSFORMER_STEP, UNET_STEP, check_place
+from eval.names import AVQ, EXACT, LIMIT, TRANSFORMER_STEP, UNET_STEP, check_place
 from eval.store.markdown import figure, rows_table
 from eval.store.report import environment, save_json
 

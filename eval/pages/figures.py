@@ -10,8 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from avq_diffusers.attention.limits import VERIFIED
-from eval.benchmarks.networks import AVQ
-from eval.names import EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
+from eval.names import AVQ, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
 from eval.quality.tolerance import SLACK, tolerance_panels

@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import Any
 
 from avq_diffusers import AVQConfig
-from eval.benchmarks.networks import AVQ
 from eval.names import (
+    AVQ,
     EXACT,
     LEVELS,
     LINFUSION,

@@ -13,8 +13,9 @@ from avq_diffusers import AVQConfig, select_layers, summary
 from avq_diffusers.hosts.core import routing
 from eval.benchmarks import networks, steps
 from eval.benchmarks.models import MODELS
-from eval.benchmarks.networks import AVQ, NetworkBench, layer_states
+from eval.benchmarks.networks import NetworkBench, layer_states
 from eval.benchmarks.steps import Case, cases_of, measured
+from eval.names import AVQ
 
 CPU = torch.device("cpu")
 UNET_NAMES = [name for name, model in MODELS.items() if model.is_unet]
