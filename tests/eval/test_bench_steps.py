@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +26,7 @@ OTHERS = [name for name in MODELS if name not in UNET_NAMES]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Tiny calls are faster exact; the back end that generates code is left to the GPU run."""
-    monkeypatch.setattr(routing, "MEASURED", ("cpu",))
-    monkeypatch.setattr(routing, "break_even", lambda *call: routing.BreakEven(1, 1, 0, 0))
+    """The back end that generates code is left to the GPU run."""
     for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
         monkeypatch.setattr(networks, name, {"backend": "eager", "dynamic": False})
 
@@ -37,7 +37,9 @@ def bench_of():
 
     def bench(name):
         if name not in found:
-            found[name] = NetworkBench(MODELS[name].for_device(CPU), CPU)
+            tiny = MODELS[name].for_device(CPU)
+            fewer = {"layers_per_block": 1} if tiny.is_unet else {}
+            found[name] = NetworkBench(replace(tiny, config={**tiny.config, **fewer}), CPU)
         return found[name]
 
     return bench
@@ -142,7 +144,7 @@ def test_a_model_with_a_mask_is_timed_in_eager_steps(bench_of):
     assert (row["ms"], row["note"]) == (None, "AVQ reads a mask on the host, in eager steps only")
 
 
-@pytest.mark.parametrize("name", ["sd15", "sd35-medium"])
+@pytest.mark.parametrize("name", [pytest.param("sd15", marks=pytest.mark.long), "sd35-medium"])
 def test_a_compiled_model(bench_of, name):
     """Catches a model that is not compiled, or stays so, a graph for every block, and AVQ lost in
     compiled code."""
@@ -154,6 +156,18 @@ def test_a_compiled_model(bench_of, name):
     ran, served = row["layers"]
     assert ran == served > 0
     assert all(x._compiled_call_impl is None for x in bench_of(name).network.modules())
+
+
+def test_compiled_layers_follow_the_route_of_compiled_code():
+    """Catches the layers of eager calls beside the time of compiled ones."""
+    known = routing.BreakEven(eager=4096, compiled=1024)
+    route = SimpleNamespace(break_even={"workload": known})
+    for tokens, last_call, runs in ((512, "faster", False), (1024, "faster", True)):
+        state = SimpleNamespace(route=route, last_call=last_call, last_order=range(tokens))
+        assert networks._runs_avq(state, is_compiled=True) == runs
+        assert not networks._runs_avq(state, is_compiled=False)
+    unmeasured = SimpleNamespace(route=SimpleNamespace(break_even={}), last_call="AVQ")
+    assert networks._runs_avq(unmeasured, is_compiled=True)
 
 
 def test_a_step_that_is_wrong_gets_no_time(bench_of, monkeypatch):
@@ -196,7 +210,7 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, bench_of):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Catches a killed run that loses its rows, a rerun that measures them again or keeps those of
     other code, times that are not those of all blocks, and ratios upside down."""
-    options = ["bench", "steps", "--device", "cpu", "--models", "sd15@128,sd35-medium@128"]
+    options = ["bench", "steps", "--device", "cpu", "--models", "wan@480,sd35-medium@128"]
     options += ["--window", 0.001, "--runs", "eager", "--output", tmp_path]
     path = tmp_path / "bench_steps_cpu.json"
     real = steps.measured
@@ -227,7 +241,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     path.write_text(json.dumps(document))
     run_command(monkeypatch, *options)
     rows = json.loads(path.read_text())["rows"]
-    assert {(row["model"], row["ms"]) for row in rows} == {("sd15", 4), ("sd35-medium", 8)}
+    assert {(row["model"], row["ms"]) for row in rows} == {("wan", 4), ("sd35-medium", 8)}
 
 
 @pytest.mark.parametrize(
