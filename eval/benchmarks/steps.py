@@ -11,6 +11,7 @@ columns         codewords and keys that a query tile attends to, mean over the l
 layers          layers that run AVQ, and those that AVQ can serve: the route keeps others exact
 ms              median time of a step
 times_as_fast   time of exact attention divided by the row's
+seconds         what the row took, with building and compiling
 peak_mib        most memory that an eager step takes beside the weights
 difference      |output - exact| / |exact|, eager
 """
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eval.benchmarks.contenders import TOLERANCE, relative_error
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench
 from eval.benchmarks.timing import block_ms
@@ -38,8 +40,6 @@ from eval.store.report import environment, save_json
 EAGER, COMPILED = "eager", "compiled"
 RUNS = EAGER, COMPILED
 METHODS = EXACT, AVQ, LIMIT
-# Far above the effect of half precision, far below that of another method.
-TOLERANCE = 0.05
 SAME = "commit", "device", "torch"  # of rows in one file
 COLUMNS = {
     **{name: name for name in ("model", "size", "run", "method")},
@@ -131,8 +131,9 @@ def run_steps(
         if seconds is not None and perf_counter() - start > seconds:
             print(f"Out of time at {' '.join(map(str, case))}; the same command continues there.")
             break
+        begin = perf_counter()
         row = measured(bench_of(case.model), case, window)
-        rows[case] = case._asdict() | row | {"took": perf_counter() - start}
+        rows[case] = case._asdict() | row | {"seconds": perf_counter() - begin}
         found = with_ratios([*rows.values()])
         print(rows_table(COLUMNS, found[-1:]).splitlines()[-1], flush=True)
         save_json(path, command=command, device=device, rows=found)
@@ -185,11 +186,6 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
         return base / row["ms"] if base and row["ms"] else None
 
     return [row | {"times_as_fast": ratio(row)} for row in rows]
-
-
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """|output - expected| / |expected|; NaN if either has one."""
-    return ((output.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def _kept(path: Path, device: torch.device) -> dict[Case, Row]:
