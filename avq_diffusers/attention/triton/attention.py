@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.codewords import padded, value_width
+from avq_diffusers.attention.triton.codewords import padded
 from avq_diffusers.attention.triton.first_order import (
     blocks_per_side,
     matrix_block,
@@ -43,8 +43,6 @@ from avq_diffusers.attention.triton.softmax import (
     TileSizes,
     attend_codewords,
     empty_softmax,
-    total_spread,
-    total_weight,
 )
 from avq_diffusers.attention.triton.tile import (
     head_of_tables,
@@ -265,10 +263,10 @@ def attend_kernel(
     query = load_queries(query_row_ptr, tile, SIZES)
     seen = seen_by_tile(tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES)
     softmax = attend_tile(query, tile, seen, SIZES, BLOCKS)
-    inverse = 1.0 / total_weight(softmax, SIZES)
+    inverse = 1.0 / softmax.total
     size = 0.0
     if SIZES.FIRST_ORDER:
-        spread = total_spread(softmax, SIZES) * inverse
+        spread = softmax.spread * inverse
         query = load_queries(query_row_ptr, tile, SIZES, True)
         size = matrix_size(tables, SIZES)
         query = times(query, size * spread / (1.0 + spread * size_of(query, SIZES)), SIZES)
@@ -414,7 +412,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         BLOCK_D=64 if tiling.rest_dims else padded_dim,
         REST_D=tiling.rest_dims,
         PADDED_DIM=padded_dim,
-        VALUE_WIDTH=value_width(head_dim),
         MATRIX_SIDE=blocks_per_side(padded_dim),
         REFINES=refines.get(spec.num_refined, "some"),
         MEANS=spec.means,

@@ -53,7 +53,7 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
         spread += counts * tl.load(tables.spread + row, mask=is_row, other=0.0)
         pointers = tables.codes + row[:, None] * DIM + dims[None, :]
         keys = tl.load(pointers, mask=is_row[:, None], other=0.0).to(tl.float32)
-        pointers = tables.mean_values + row[:, None] * SIZES.VALUE_WIDTH + values[None, :]
+        pointers = tables.mean_values + row[:, None] * DIM + values[None, :]
         mask = is_row[:, None] & (values < SIZES.HEAD_DIM)[None, :]
         mean_values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         weights = counts * (-1.0 / SIZES.FACTOR)

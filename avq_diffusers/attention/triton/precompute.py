@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from avq_diffusers.attention.triton.aggregate import PiecePointers, aggregate_kernel
-from avq_diffusers.attention.triton.codewords import value_width
 from avq_diffusers.attention.triton.first_order import blocks_per_side
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
@@ -44,8 +43,7 @@ class Precompute(NamedTuple):
 
     - `codes`: stored codewords, or mean keys (B, H, 2 MP + M0 CP, DP) around the centre, times
       scale log2(e).
-    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_width`. The numbers
-      after the first D are 1, the spread and zeros.
+    - `mean_values`: (B, H, 2 MP + M0 CP, DP), dtype of `codes`.
     - `counts`: (B, H, 2 MP + M0 CP) int32, number of keys; `log_counts`: float32, log2 of it.
     - `spread`: (B, H, 2 MP + M0 CP) float32, mean squared distance of the keys to their mean, in
       units of the codes, if means represent them.
@@ -109,7 +107,7 @@ def precompute_launches(
     )
     tables = Tables(
         codes=part(cells.ROWS, dim, dtype=dtype) if means else given.stored_codes,
-        mean_values=part(cells.ROWS, cells.VALUE_WIDTH, dtype=dtype),
+        mean_values=part(cells.ROWS, dim, dtype=dtype),
         counts=part(cells.ROWS),
         log_counts=part(cells.ROWS, dtype=float32),
         spread=part(cells.ROWS, dtype=float32, when=means),
@@ -186,7 +184,6 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         ROWS=2 * parent_rows + spec.num_parents * child_rows,
         NUM_CHUNKS=tiling.num_chunks,
         PIECE=tiling.piece_keys,
-        VALUE_WIDTH=value_width(problem.key.shape[3]),
         FACTOR=problem.scale * math.log2(math.e),
         LEAVES=has_leaves,
     )
