@@ -367,6 +367,7 @@ def select_kernel(
     query_strides: Strides,
     sink_layout: TokenLayout,
     chunks: Chunks,
+    summed: Chunks,
     QUERY_STRIDE: tl.constexpr,
     SIZES: tl.constexpr,
     CELLS: tl.constexpr,
@@ -397,9 +398,9 @@ def select_kernel(
     index -= programs.pieces
     if SIZES.FIRST_ORDER and index < programs.matrix:
         SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
-        covariance_ptr += batch_head * (CELLS.NUM_CHUNKS * SIZE)
+        covariance_ptr += batch_head * summed.number * SIZE
         tables = head_of_tables(tables, batch_head, head, SIZES)
-        add_covariances(covariance_ptr, tables, chunks.number, index, SIZES, BLOCKS.SCALE)
+        add_covariances(covariance_ptr, tables, summed.number, index, SIZES, BLOCKS.SCALE)
         return
     index -= programs.matrix
 

@@ -143,9 +143,6 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
         tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
     elif means:
         tiling = replace(tiling, piece_keys=min(tiling.piece_keys, 1024))
-    if padded_dim > 64 and problem.has_first_order and problem.instructions == "mma":
-        # The covariance fills the registers.
-        tiling = replace(tiling, sort_warps=8, sort_keys=32)
     if problem.dtype == torch.float32:
         return replace(
             tiling,
