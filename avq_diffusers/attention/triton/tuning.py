@@ -57,8 +57,8 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
         return replace(tiling, num_stages=2, codewords=64, keys=64, max_registers=128)
     if head_dim < 96:
         num_warps = -(-tile_rows // 32)
-        return replace(tiling, num_warps=num_warps, num_stages=2, keys=16, rest_dims=32)
-    return replace(tiling, num_stages=3)
+        return replace(tiling, num_warps=num_warps, num_stages=2, rest_dims=32)
+    return replace(tiling, num_stages=3, codewords=64, keys=64)
 
 
 @dataclass(frozen=True)
