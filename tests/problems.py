@@ -45,7 +45,7 @@ ROUNDING = 1e-9
 EXACT = 1e-10
 # What `draw_problem` draws beside options.
 NOT_OPTIONS = "dtype", "kind", "batch", "heads", "queries", "keys", "head_dim", "num_sinks"
-NOT_OPTIONS += ("has_codebook",)
+NOT_OPTIONS += ("has_codebook", "sharpness")
 SINKS = ("sink_key", "sink_value")
 
 
@@ -378,6 +378,7 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     num_queries = draw("queries", rng.randint(1, most))
     num_keys = draw("keys", num_queries, rng.randint(1, most))
     draw("head_dim", 8, 16, 24, 40, 64, 80, 128, 160, rng.randint(1, 50))
+    draw("sharpness", 0.3, 1.0, 4.0)  # of the attention, times the queries
     draw("num_sinks", 0, 0, rng.randint(1, 40))
     has_codebook = draw("has_codebook", False, True)
     # Of equal keys or fewer keys than parents, parents from the keys are equal: all are ties.
@@ -408,9 +409,18 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
 
 def _problem_of(drawn: dict[str, Any], rng: Random, device: torch.device) -> Problem:
     numbers = dict(drawn)
-    dtype, kind, batch, heads, num_queries, num_keys, head_dim, num_sinks, has_codebook = (
-        numbers.pop(name) for name in NOT_OPTIONS
-    )
+    (
+        dtype,
+        kind,
+        batch,
+        heads,
+        num_queries,
+        num_keys,
+        head_dim,
+        num_sinks,
+        has_codebook,
+        sharpness,
+    ) = (numbers.pop(name) for name in NOT_OPTIONS)
     num_parents = numbers["num_parents"]
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -422,7 +432,7 @@ def _problem_of(drawn: dict[str, Any], rng: Random, device: torch.device) -> Pro
     looked_at = torch.arange(num_queries) * num_used // num_queries
     query = normal(batch, heads, num_queries, head_dim)
     query += (parents - parents.mean(1, keepdim=True))[:, looked_at]
-    query *= rng.choice((0.3, 1.0, 4.0))
+    query *= sharpness
     tokens = {"query": query, "key": key, "value": normal(key.shape)}
     if num_sinks:
         # Among the keys, so that neither side takes all attention.
