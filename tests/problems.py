@@ -1,8 +1,8 @@
 """Random problems for `avq_attention`, and its error on them against the definition.
 
-No choice is implemented here a second time. While the definition runs, `Choices` records by what
-keys choose, and so where a rounding could have chosen otherwise. Its tiles show the keys at the
-levels that the backend chose, which may differ from its own by roundings only.
+No choice is implemented here a second time. While the definition runs, `Choices` records what keys
+choose by, and so where a rounding could have chosen otherwise. Its tiles show the keys at the
+levels that the backend chose, which may differ from its own only by roundings.
 
 Shapes: B batch, H heads, N queries, S keys, D head dim, T tiles, M0 parents, C children.
 """
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.guarded import kernels
 from avq_diffusers.attention.limits import obstacles
 from avq_diffusers.attention.tensors import DTYPES, Tensors
 from avq_diffusers.attention.triton import codewords
@@ -96,6 +97,13 @@ class Problem:
     def call(self) -> tuple[Tensors, Spec]:
         """What `avq_attention` makes of it, with the key order that it decides for."""
         return unchecked_call(codebook=self.codebook, **self.tokens | self.options)
+
+    def backend_of_gradients(self, backend: str) -> str:
+        """The one that computes gradients, from levels that it chooses itself."""
+        if backend != "triton":
+            return backend
+        means = self.options["codewords"] == "means"
+        return backend if kernels().gradients.serves(self.tokens["query"], means=means) else "torch"
 
     def largest_logits(self) -> Tensor:
         """(B, H, N) around the mean of the keys, which a softmax ignores."""
@@ -254,7 +262,7 @@ def solve(
     result, of float32, and of the keys. The error of a gradient counts against the largest
     gradient: that of one key's query is zero, and roundings remain. Heads with a key whose choice a
     rounding could change are left out, and get no gradient. Tiles show the keys at the levels that
-    the backend chose.
+    the backend chose, in a gradient at those that it chose again.
 
     Args:
         attend: what runs in place of the backend, a function of the tokens.
@@ -264,7 +272,7 @@ def solve(
             rounding explains the levels.
     """
     dtype = problem.dtype
-    levels = levels_of(*problem.call(), backend)
+    levels, backward = levels_of(*problem.call(), backend), problem.backend_of_gradients(backend)
     attend = attend or partial(problem.attend, backend)
 
     def run(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -276,6 +284,12 @@ def solve(
     def definition(**tokens: Tensor) -> Tensor:
         output, choices = problem.define(backend, levels, **tokens)
         found.append(choices)
+        if backward != backend:
+            again, choices = problem.define(
+                backward, levels_of(*problem.call(), backward), **tokens
+            )
+            found.append(choices)
+            output = again + (output - again).detach()
         return output
 
     expected = run(definition, torch.float64)
@@ -286,7 +300,7 @@ def solve(
     is_sound = output.isfinite().all() and output.transpose(1, 2).is_contiguous()
     if not is_sound or (output.shape, output.dtype) != (query.shape, dtype):
         raise ArithmeticError(f"{tuple(output.shape)} {output.dtype} is not as promised: {problem}")
-    if not all(x[clear].all() for x in found[0].agree):
+    if not all(x[clear].all() for choices in found for x in choices.agree):
         raise ArithmeticError(f"the levels of tiles are beyond roundings: {problem}")
     if compared == 0:
         return Outcome(0.0, 0.0)
