@@ -51,7 +51,7 @@ ROUNDING = 1e-9
 EXACT = 1e-10
 # What `draw_problem` draws beside options.
 NOT_OPTIONS = "dtype", "kind", "batch", "heads", "queries", "keys", "head_dim", "num_sinks"
-NOT_OPTIONS += ("has_codebook", "sharpness")
+NOT_OPTIONS += ("has_codebook", "seed", "sharpness")
 SINKS = ("sink_key", "sink_value")
 
 
@@ -400,7 +400,6 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     num_queries = draw("queries", rng.randint(1, most))
     num_keys = draw("keys", num_queries, rng.randint(1, most))
     draw("head_dim", 8, 16, 24, 40, 64, 80, 128, 160, rng.randint(1, 50))
-    draw("sharpness", 0.3, 1.0, 4.0)  # of the attention, times the queries
     draw("num_sinks", 0, 0, rng.randint(1, 40))
     has_codebook = draw("has_codebook", False, True)
     # Of equal keys or fewer keys than parents, parents from the keys are equal: all are ties.
@@ -424,6 +423,8 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     draw("scale", None, None, 0.01, 0.1, 0.5)
     draw("query_order", None, torch.int32, torch.int64)
     draw("key_order", None, None, None if has_codebook else torch.int64)
+    drawn["seed"] = rng.getrandbits(32)
+    draw("sharpness", 0.3, 1.0, 4.0)  # of the attention, times the queries
     unknown = fixed.keys() - drawn.keys()
     assert not unknown, unknown
     return drawn
@@ -441,10 +442,11 @@ def _problem_of(drawn: dict[str, Any], rng: Random, device: torch.device) -> Pro
         head_dim,
         num_sinks,
         has_codebook,
+        seed,
         sharpness,
     ) = (numbers.pop(name) for name in NOT_OPTIONS)
     num_parents = numbers["num_parents"]
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     sizes = heads, num_parents, numbers["num_children"], head_dim
     key, codebook = _keys_and_codebook(kind, batch, num_keys, sizes, generator)
