@@ -12,10 +12,6 @@ from avq_diffusers.attention import torch_forward
 from avq_diffusers.attention.guarded import _codewords
 from avq_diffusers.attention.operators import by_pytorch
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.attention.triton import attention, call
-from avq_diffusers.attention.triton.launch import Memory, Plan
-from avq_diffusers.attention.triton.precompute import precompute_launches
-from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
 from avq_diffusers.config import Spec
 
 
@@ -29,6 +25,12 @@ def levels_of(tensors: Tensors, spec: Spec, backend: str) -> Tensor:
 
 
 def _levels_of_kernels(tensors: Tensors, spec: Spec) -> Tensor:
+    # Here, because most tests run without Triton.
+    from avq_diffusers.attention.triton import attention, call
+    from avq_diffusers.attention.triton.launch import Memory, Plan
+    from avq_diffusers.attention.triton.precompute import precompute_launches
+    from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
+
     tensors = readable(tensors)
     codewords = _codewords(tensors, spec)
 

@@ -1,8 +1,8 @@
 """Random problems for `avq_attention`, and its error on them against the definition.
 
-No choice is implemented here a second time. While the definition runs, `Choices` records by what
-keys choose, and so where a rounding could have chosen otherwise. Its tiles show the keys at the
-levels that the backend chose, which may differ from its own by roundings only.
+No choice is implemented here a second time. While the definition runs, `Choices` records what keys
+choose by, and so where a rounding could have chosen otherwise. Its tiles show the keys at the
+levels that the backend chose, which may differ from its own only by roundings.
 
 Shapes: B batch, H heads, N queries, S keys, D head dim, T tiles, M0 parents, C children.
 """
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.guarded import kernels
 from avq_diffusers.attention.limits import obstacles
 from avq_diffusers.attention.tensors import DTYPES, Tensors
 from avq_diffusers.attention.triton import codewords
@@ -50,7 +51,7 @@ ROUNDING = 1e-9
 EXACT = 1e-10
 # What `draw_problem` draws beside options.
 NOT_OPTIONS = "dtype", "kind", "batch", "heads", "queries", "keys", "head_dim", "num_sinks"
-NOT_OPTIONS += ("has_codebook", "sharpness")
+NOT_OPTIONS += ("has_codebook", "seed", "sharpness")
 SINKS = ("sink_key", "sink_value")
 
 
@@ -97,6 +98,13 @@ class Problem:
         """What `avq_attention` makes of it, with the key order that it decides for."""
         return unchecked_call(codebook=self.codebook, **self.tokens | self.options)
 
+    def backend_of_gradients(self, backend: str) -> str:
+        """The one that computes gradients, from levels that it chooses itself."""
+        if backend != "triton":
+            return backend
+        means = self.options["codewords"] == "means"
+        return backend if kernels().gradients.serves(self.tokens["query"], means=means) else "torch"
+
     def largest_logits(self) -> Tensor:
         """(B, H, N) around the mean of the keys, which a softmax ignores."""
         query, key, _, *sinks = (x.double() for x in self.tokens.values())
@@ -115,6 +123,17 @@ class Problem:
             copies = key.gather(2, first_clear.expand_as(key[:, :, :1]))
             key[:] = torch.where(clear[..., None], key, copies)
         return self
+
+    def is_singular(self) -> bool:
+        """Whether values may follow keys at any rate: all leaves of a head hold equal ones."""
+        inputs, spec = self.call()
+        if self.codebook is not None or not spec.means:
+            return False
+        key = inputs.key.double()
+        found = reference.quantized(inputs._replace(key=key), spec)
+        spread = reference.spread(key, found.leaf, found.leaves).amax(-1)
+        has_two = reference._counts(found.leaf, found.leaves).amax((2, 3)) > 1
+        return bool((has_two & (spread <= ROUNDING**2 * key.square().sum(-1).amax(-1))).any())
 
     def define(
         self, backend: str, levels: Tensor | None = None, **tokens: Tensor
@@ -254,7 +273,7 @@ def solve(
     result, of float32, and of the keys. The error of a gradient counts against the largest
     gradient: that of one key's query is zero, and roundings remain. Heads with a key whose choice a
     rounding could change are left out, and get no gradient. Tiles show the keys at the levels that
-    the backend chose.
+    the backend chose, in a gradient at those that it chose again.
 
     Args:
         attend: what runs in place of the backend, a function of the tokens.
@@ -264,7 +283,7 @@ def solve(
             rounding explains the levels.
     """
     dtype = problem.dtype
-    levels = levels_of(*problem.call(), backend)
+    levels, backward = levels_of(*problem.call(), backend), problem.backend_of_gradients(backend)
     attend = attend or partial(problem.attend, backend)
 
     def run(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -276,6 +295,12 @@ def solve(
     def definition(**tokens: Tensor) -> Tensor:
         output, choices = problem.define(backend, levels, **tokens)
         found.append(choices)
+        if backward != backend:
+            again, choices = problem.define(
+                backward, levels_of(*problem.call(), backward), **tokens
+            )
+            found.append(choices)
+            output = again + (output - again).detach()
         return output
 
     expected = run(definition, torch.float64)
@@ -286,7 +311,7 @@ def solve(
     is_sound = output.isfinite().all() and output.transpose(1, 2).is_contiguous()
     if not is_sound or (output.shape, output.dtype) != (query.shape, dtype):
         raise ArithmeticError(f"{tuple(output.shape)} {output.dtype} is not as promised: {problem}")
-    if not all(x[clear].all() for x in found[0].agree):
+    if not all(x[clear].all() for choices in found for x in choices.agree):
         raise ArithmeticError(f"the levels of tiles are beyond roundings: {problem}")
     if compared == 0:
         return Outcome(0.0, 0.0)
@@ -337,7 +362,7 @@ def draw_problem(
     """Draw arguments that the backend accepts.
 
     A key that is nearly as close to another codeword as to its own may rightly go to either:
-    another key takes its place.
+    another key takes its place. Singular problems are drawn again.
 
     Args:
         rng: that everything is drawn from.
@@ -355,7 +380,9 @@ def draw_problem(
         if not obstacles(backend, *problem.call()) and not (
             is_bfloat and backend == "triton" and device.type == "cpu"
         ):
-            return problem.without_ties(backend)
+            problem = problem.without_ties(backend)
+            if not problem.is_singular():
+                return problem
 
 
 def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +400,6 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     num_queries = draw("queries", rng.randint(1, most))
     num_keys = draw("keys", num_queries, rng.randint(1, most))
     draw("head_dim", 8, 16, 24, 40, 64, 80, 128, 160, rng.randint(1, 50))
-    draw("sharpness", 0.3, 1.0, 4.0)  # of the attention, times the queries
     draw("num_sinks", 0, 0, rng.randint(1, 40))
     has_codebook = draw("has_codebook", False, True)
     # Of equal keys or fewer keys than parents, parents from the keys are equal: all are ties.
@@ -397,6 +423,8 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     draw("scale", None, None, 0.01, 0.1, 0.5)
     draw("query_order", None, torch.int32, torch.int64)
     draw("key_order", None, None, None if has_codebook else torch.int64)
+    drawn["seed"] = rng.getrandbits(32)
+    draw("sharpness", 0.3, 1.0, 4.0)  # of the attention, times the queries
     unknown = fixed.keys() - drawn.keys()
     assert not unknown, unknown
     return drawn
@@ -414,10 +442,11 @@ def _problem_of(drawn: dict[str, Any], rng: Random, device: torch.device) -> Pro
         head_dim,
         num_sinks,
         has_codebook,
+        seed,
         sharpness,
     ) = (numbers.pop(name) for name in NOT_OPTIONS)
     num_parents = numbers["num_parents"]
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     sizes = heads, num_parents, numbers["num_children"], head_dim
     key, codebook = _keys_and_codebook(kind, batch, num_keys, sizes, generator)
