@@ -149,8 +149,7 @@ def apply_avq(
             argument is unknown, a tolerance lacks examples to measure on, or measurement arguments
             come without a tolerance.
         ValueError: codebooks, profile or configuration do not fit the model, backend or route is
-            unknown, the UNet has LinFusion layers, the transformer runs in context parallel, or the
-            tolerance is not above 0 and at most 0.5.
+            unknown, the UNet has LinFusion layers, or the tolerance is not above 0 and at most 0.5.
     """
     models = models_of(pipe)
     check_backend(backend)

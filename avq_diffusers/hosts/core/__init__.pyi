@@ -14,6 +14,7 @@ from .layers import (
     entrance_of,
     own_name,
 )
+from .ranks import Ranks, agreed
 from .reading import read_once
 from .routing import check_route, device_name, kept_milliseconds
 from .schedules import (
@@ -89,6 +90,7 @@ __all__ = [
     "Others",
     "PerThread",
     "Plan",
+    "Ranks",
     "Replaced",
     "Schedule",
     "SpecSchedule",
@@ -97,6 +99,7 @@ __all__ = [
     "Timesteps",
     "Tokens",
     "Watch",
+    "agreed",
     "all_or_nothing",
     "are_training_timesteps",
     "as_attended",
