@@ -107,7 +107,7 @@ def report(models: Sequence[Hosted]) -> Summary:
     states = [state for hosted in models for state in hosted.states.values()]
     allocation = states[0].allocation if states else None
     is_whole = all(state.allocation is allocation for state in states)
-    ranks = dict.fromkeys(str(x) for hosted in models if (x := hosted.host.ranks(hosted.model)))
+    ranks = dict.fromkeys(str(x) for hosted in models if (x := hosted.ranks))
     return Summary(tuple(rows), allocation if is_whole else None, "; ".join(ranks))
 
 

@@ -34,6 +34,7 @@ from avq_diffusers.hosts.core import (
     Plan,
     Schedule,
     StoredSource,
+    agreed,
     all_or_nothing,
     as_examples,
     check_known,
@@ -241,8 +242,9 @@ def _resolved(
     check_source(source)
     if isinstance(source, StoredSource):
         raise ValueError(WITHOUT_CODEBOOKS)
-    kept = KeptProfile(pipe, models_of(pipe), source, measurement)
-    profile = kept.load(examples)
+    models = models_of(pipe)
+    kept = KeptProfile(pipe, models, source, measurement)
+    profile = agreed(models[0].ranks, lambda: kept.load(examples))
     if profile is not None and not _still_holds(pipe, profile, tolerance, examples, measurement):
         profile = None
     if profile is None:

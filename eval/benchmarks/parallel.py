@@ -34,19 +34,18 @@ EXACT_BACKENDS = {"cuda": ("_native_cudnn", "native"), "cpu": ("native",)}
 ROUNDS, WARM_UP = 7, 2
 
 
-def enable_ulysses(network: nn.Module, degree: int, *, anything: bool = False) -> None:
-    """Split the tokens of a transformer's calls over ranks, on a CPU, too.
+def enable_parallelism(network: nn.Module, config: Any, **options: Any) -> None:
+    """`network.enable_parallelism`, which a CPU can run, too.
 
     Args:
         network: a transformer of diffusers.
-        degree: number of ranks.
-        anything: whether sizes need not divide.
+        config: how ranks share it.
+        **options: passed on.
     """
-    config = ContextParallelConfig(ulysses_degree=degree, ulysses_anything=anything)
     # diffusers numbers the ranks' devices by how many accelerators there are, and a CPU is none.
     devices = max(1, torch.accelerator.device_count())
     with patch("torch.accelerator.device_count", return_value=devices):
-        network.enable_parallelism(config=config)
+        network.enable_parallelism(config=config, **options)
 
 
 class Stopwatch:
@@ -177,7 +176,10 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
         tokens = 0
         for degree in sorted({1, size}):
             if degree > 1:
-                enable_ulysses(bench.network, degree, anything=tokens % degree > 0)
+                config = ContextParallelConfig(
+                    ulysses_degree=degree, ulysses_anything=tokens % degree > 0
+                )
+                enable_parallelism(bench.network, config)
             for method in (*EXACT_BACKENDS[device_type], DEFAULT):
                 row = {"model": bench.model.title, "method": method, "degree": degree}
                 try:

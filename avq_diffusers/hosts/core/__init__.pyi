@@ -16,7 +16,7 @@ from .layers import (
 )
 from .ranks import Ranks, agreed
 from .reading import read_once
-from .routing import check_route, device_name, kept_milliseconds
+from .routing import check_route, device_name, is_recorded, kept_milliseconds
 from .schedules import (
     EXACT,
     Plan,
@@ -118,6 +118,7 @@ __all__ = [
     "entrance_of",
     "install",
     "installed",
+    "is_recorded",
     "kept_milliseconds",
     "lacks_memory",
     "make_states",

@@ -136,6 +136,11 @@ class Hosted(NamedTuple):
     prefix: str
 
     @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that run it together; None if it runs in one process."""
+        return self.host.ranks(self.model)
+
+    @property
     def states(self) -> dict[Layer, LayerState]:
         """The layers that AVQ was applied to."""
         found = {layer: layer.avq_state for layer in self.host.layers(self.model)}

@@ -53,7 +53,7 @@ from avq_diffusers.hosts.core import (
 )
 from avq_diffusers.hosts.models.grids import READS_THE_GRID, Family, family_of
 from avq_diffusers.hosts.models.masks import Group, joint_attention, masked_attention, read_groups
-from avq_diffusers.hosts.models.parallel import RING, is_ulysses, ranks_of
+from avq_diffusers.hosts.models.parallel import RING, is_ulysses, ranks_of, share_verdict
 from avq_diffusers.hosts.models.unet import level_of
 
 # Names of a block's self-attention and joint attention; cross-attention is named differently.
@@ -440,8 +440,9 @@ class TransformerWatch(Watch):
         tokens = family.hidden_states(arguments)
         grid = NO_VALUES if tokens.is_meta else family.read(caller.config, arguments)
         ranks, beside = self.host.ranks(caller), {"": 0}
-        if ranks is not None and ranks.kind == RING:
-            grid = RING
+        if ranks is not None:
+            share_verdict(ranks, tokens.device)
+            grid = RING if ranks.kind == RING else grid
         if not isinstance(grid, str):
             beside = family.num_beside(arguments, prod(grid))
         self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside_first, ranks))

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from avq_diffusers.hosts.core import Ranks
+from avq_diffusers.attention.limits import faults
+from avq_diffusers.attention.self_check import is_verified
+from avq_diffusers.hosts.core import Ranks, is_recorded
 
 RING = "ring attention"
 
@@ -28,3 +31,12 @@ def is_ulysses(config: Any) -> bool:
     """Whether a call's tokens are exchanged for heads, so that each rank has the whole sequence."""
     context = None if config is None else config.context_parallel_config
     return context is not None and context.ring_degree == 1
+
+
+def share_verdict(ranks: Ranks, device: torch.device) -> None:
+    """On a GPU of an unverified kind, learn whether the first rank found its kernels wrong."""
+    if is_verified(device) or is_recorded(device):
+        return
+    fault = ranks.agree(lambda: faults.get((device,)))
+    if fault is not None:
+        faults[(device,)] = fault
