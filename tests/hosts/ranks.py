@@ -23,7 +23,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from hosts.kinds import KINDS
 from platformdirs import user_cache_path
-from tiny_transformers import flux_pipe, flux_transformer, inputs, position_ids
+from tiny_transformers import flux_pipe, flux_transformer, inputs
 from torch.distributed.fsdp import fully_shard
 
 from avq_diffusers import (
@@ -328,16 +328,18 @@ def same_as_one_with_tensors_split(name: str) -> None:
     alone = kind.predict(model, **kind.padding)
     with patch("diffusers.hooks.tensor_parallel._SUPPORTED_TP_DEVICES", ("cpu",)):
         enable_parallelism(model, TensorParallelConfig(tp_degree=2))
-    heads = []
-    with patch.object(
-        state, "orders", lambda *x, **y: heads.append(x[1].shape[1]) or ORDERS(*x, **y)
-    ):
+    heads, orders = [], state.orders
+
+    def noted(order, query, *others, **options):
+        heads.append(query.shape[1])
+        return orders(order, query, *others, **options)
+
+    with patch.object(state, "orders", noted):
         assert off(kind.predict(model, **kind.padding), alone) < 1e-5
     assert {*heads} == {1}
     assert str(summary(model)).endswith("parallelism: tensor parallelism, degree 2")
 
 
-ORDERS = state.orders
 SPLIT = ("Flux", "Flux2", "Qwen-Image")
 CASES[2] |= {f"tensors of {x}": partial(same_as_one_with_tensors_split, x) for x in SPLIT}
 

@@ -1,4 +1,4 @@
-"""AVQ in models that several processes share: real ones, on gloo. `ranks.py` has what they check."""
+"""AVQ in models that several real processes share, on gloo; `ranks.py` has what they check."""
 
 import json
 import socket
@@ -32,11 +32,9 @@ def outcomes(tmp_path_factory) -> dict[int, list[dict[str, str]]]:
         arguments = [(rank, world, port, folder) for rank in range(world)]
         groups[world] = [Command("hosts.ranks:main", [*map(str, x)]) for x in arguments]
     printed = [command.finish()[1] for commands in groups.values() for command in commands]
-    files = {
-        world: [folder / f"{rank} of {world}.json" for rank in range(world)] for world in CASES
-    }
-    assert all(path.is_file() for paths in files.values() for path in paths), printed
-    return {x: [json.loads(path.read_text()) for path in paths] for x, paths in files.items()}
+    found = {x: [folder / f"{rank} of {x}.json" for rank in range(x)] for x in CASES}
+    assert all(path.is_file() for paths in found.values() for path in paths), printed
+    return {x: [json.loads(path.read_text()) for path in paths] for x, paths in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -48,9 +46,7 @@ def outcomes(tmp_path_factory) -> dict[int, list[dict[str, str]]]:
     ],
 )
 def test_ranks(outcomes, world, name):
-    found = [
-        of_rank.get(name, "did not run: an earlier case failed") for of_rank in outcomes[world]
-    ]
+    found = [of_rank.get(name, "an earlier case failed") for of_rank in outcomes[world]]
     expected = ["passed"] * world
     if name == DIES:
         expected[1] = "died"

@@ -13,7 +13,7 @@ RING = "ring attention"
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The ranks that run a transformer together; None without `enable_parallelism`."""
+    """The ranks that run a transformer together; None if it runs in one process."""
     config = getattr(model, "_parallel_config", None)
     if config is None:
         return None
