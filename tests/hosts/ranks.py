@@ -6,6 +6,7 @@ Every rank writes the outcomes by case, as they come. In the last case of two ra
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -42,6 +44,7 @@ from avq_diffusers.hosts.measuring import measured_layer
 from avq_diffusers.hosts.models import parallel
 from eval.benchmarks.parallel import enable_parallelism
 
+GUIDE = Path(__file__).parents[2] / "avq_diffusers/guides/parallel.md"
 PATIENCE = 15  # seconds of the process group
 CLOSE = 2e-6  # sums in another order
 FAR = 1e-3  # AVQ differs from exact attention by more
@@ -367,6 +370,31 @@ def guidance_in_two_processes() -> None:
     alone = kind.predict(model)
     half = {x: y[rank : rank + 1] if isinstance(y, torch.Tensor) else y for x, y in both.items()}
     assert off(kind.predict(model, **half), alone[rank : rank + 1]) < CLOSE
+
+
+@case(2)
+def the_script_of_the_guide() -> None:
+    """On a tiny model, in the group that there is."""
+    (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    folder = f"{sys.argv[4]}/flux"
+    if dist.get_rank() == 0:
+        flux_pipe().save_pretrained(folder)
+    dist.barrier()
+    for shown, small in {
+        "torch.distributed.init_process_group()\n": "",
+        "torch.cuda.set_device(rank)\n": "",
+        '"black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16).to("cuda")': f"{folder!r})",
+        "pipe.transformer.enable_parallelism(": "enable(pipe.transformer, ",
+        "height=2048, width=2048": "height=32, width=48, num_inference_steps=1",
+    }.items():
+        assert script.count(shown) == 1, shown
+        script = script.replace(shown, small)
+    made: dict[str, Any] = {"enable": enable_parallelism}
+    exec(compile(script, GUIDE.name, "exec"), made)
+    assert {row.runs for row in summary(made["pipe"]).rows} == {"AVQ (torch backend)"}
+    images = [None, None]
+    dist.all_gather_object(images, made["image"].tobytes())
+    assert images[0] == images[1]
 
 
 @case(2)

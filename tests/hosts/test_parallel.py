@@ -1,11 +1,18 @@
 """AVQ in models that several real processes share, on gloo; `ranks.py` has what they check."""
 
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from hosts.ranks import CASES
+from diffusers import FluxTransformer2DModel
+from hosts.ranks import CASES, CLOSE, FAR, GUIDE, avq, calls, off
 from processes import Command
+from tiny_transformers import flux_transformer, predict
 
 feature = pytest.mark.feature
 FEATURES = {
@@ -51,3 +58,37 @@ def test_ranks(outcomes, world, name):
     if name == DIES:
         expected[1] = "died"
     assert found == expected, "\n".join(found)
+
+
+def test_the_command_of_the_guide(tmp_path):
+    """Exact attention and AVQ, alone and by two processes."""
+    (line,) = re.findall(r"```bash\n(.*)\n```", GUIDE.read_text(encoding="utf-8"))
+    program, *words = line.split()
+    paths = {"PYTHONPATH": str(GUIDE.parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).parent / program), *words]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads((tmp_path / "runs/bench_parallel_cpu_x2.json").read_text())["rows"]
+    assert [(row["method"], row["degree"]) for row in rows] == [
+        (method, degree) for degree in (1, 2) for method in ("native", "M64C8T1e-4")
+    ]
+    assert [row["tokens_of_rank"] for row in rows] == [180, 180, 90, 90]
+    assert all(row["error_to_one_process"] < CLOSE for row in rows)
+    assert all(row["attention_ms"] > row.get("all_to_all_ms", 0) > 0 for row in rows[2:])
+
+
+@feature("device_map")
+def test_a_device_map(tmp_path):
+    """Blocks on disk and in memory: devices of two kinds that every machine has."""
+    model = flux_transformer()
+    exact, alone = predict(model), predict(avq(model))
+    flux_transformer().save_pretrained(tmp_path / "flux")
+    places = {name: "cpu" for name, _ in model.named_children()} | {"transformer_blocks": "disk"}
+    model = FluxTransformer2DModel.from_pretrained(
+        tmp_path / "flux", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    assert off(predict(avq(model)), alone) < CLOSE
+    assert off(alone, exact) > FAR
+    assert calls(model) == [{"AVQ": 1}] * 3
