@@ -166,7 +166,7 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
     if is_cuda:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if is_cuda else "gloo")
+    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
     rank, size = dist.get_rank(), dist.get_world_size()
     path, rows = output / f"bench_parallel_{device_type}_x{size}.json", []
     for name in names:

@@ -211,12 +211,11 @@ def checkpoints() -> None:
 
 
 @case(2)
-def compiled_blocks() -> None:
+def a_compiled_block() -> None:
     kind = KIND["Wan"]
     model = ulysses(avq(kind.make()))
     expected = kind.predict(model)
-    for block in model.blocks:
-        block.compile(backend="eager")
+    model.blocks[0].compile(backend="eager")
     assert off(kind.predict(model), expected) < CLOSE
 
 

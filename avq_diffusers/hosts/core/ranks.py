@@ -44,6 +44,11 @@ class Ranks(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}, degree {self.degree}"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first rank, which decides."""
+        return torch.distributed.get_rank(self.group) == 0
+
     def agree(self, decide: Callable[[], Decision]) -> Decision:
         """The decision of the first rank; all ranks must call this at the same time.
 
@@ -51,8 +56,7 @@ class Ranks(NamedTuple):
             decide: makes the decision, with contents that can be pickled; only the first rank calls
                 it.
         """
-        is_first = torch.distributed.get_rank(self.group) == 0
-        found: list[Any] = [decide() if is_first else None]
+        found: list[Any] = [decide() if self.is_first else None]
         torch.distributed.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
 

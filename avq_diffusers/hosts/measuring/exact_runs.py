@@ -137,7 +137,8 @@ class ExactRuns:
 
     def progress_over(self, runs: Sequence[Sequence[int]], name: str) -> Progress:
         """The progress of the runs to follow, by this name if none is given."""
-        self.progress = Progress(self.progress_name or name, runs, self.shown)
+        shown = self.shown if self.ranks is None or self.ranks.is_first else False
+        self.progress = Progress(self.progress_name or name, runs, shown)
         return self.progress
 
     def follow(self, visit: Visit, *, first_run: int = 0) -> dict[Hosted, list[MeasuredLayer]]:

@@ -197,12 +197,12 @@ def _ulysses_forward(
 def _ulysses_backward(ctx: Any, grad_output: Tensor, *others: Any, **options: Any) -> Any:
     """Recompute the attention and return the gradients to query, key and value."""
     state, call, attn_mask, scale = ctx.rerun
-    tokens = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+    tokens = query, key, value = [x.detach().requires_grad_() for x in ctx.saved_tensors]
     present = _present.get()
     _present.set(state)
     try:
         with torch.enable_grad(), state.recomputing(call):
-            output = _avq_attention(*tokens, attn_mask, scale=scale)
+            output = _avq_attention(query, key, value, attn_mask, scale=scale)
         return torch.autograd.grad(output, tokens, grad_output)
     finally:
         _present.set(present)
