@@ -103,6 +103,10 @@ def apply_avq(
     any attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is
     set before or after; a warning names these layers.
 
+    In transformers that several processes run together by Ulysses context parallelism or tensor
+    parallelism, each runs AVQ on its heads, and the first one decides for all. Ring attention runs
+    exact.
+
     With a tolerance, layers get the fastest options, or exact attention, that keep the model's
     output error within it. `measure_error` first measures the model on `prompt` or `pixel_values`
     and caches the profile in the user's cache folder; later calls with the same model and

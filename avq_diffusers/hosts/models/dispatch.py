@@ -4,6 +4,9 @@ Processors on the attention dispatch get a backend. It is registered when AVQ is
 only on the processors of the chosen layers, and leaves the process's default alone. Others call
 `scaled_dot_product_attention`, which a PyTorch mode intercepts inside the layer. Both only see
 tensors: a hook before each layer records whose call it is, so one backend serves all layers.
+
+Under Ulysses context parallelism the backend is the operator of diffusers' own function, which
+exchanges tokens for heads: AVQ gets all tokens of some heads.
 """
 
 from collections.abc import Sequence
@@ -257,7 +260,8 @@ def _attend(
     reason = _exact_because(state, query, key, grid, is_plain)
     if reason is None and joined is not None:
         query, key, value = (x[:, joined.indices] for x in (query, key, value))
-        mask = None if mask is None else mask[..., joined.indices]
+        if isinstance(mask, Tensor) and mask.shape[-1] == key.shape[1]:
+            mask = mask[..., joined.indices]
     groups = _groups(mask, query, key, value, grid) if reason is None else None
     if groups is None:
         reason = reason or "attention mask"
