@@ -192,6 +192,31 @@ def bench_steps_command(
     run_steps(cases, chosen, path, command=command_line(), window=window, seconds=seconds)
 
 
+@app.command("parallel")
+def bench_parallel_command(
+    device: Device = "cuda",
+    models: Annotated[
+        str, typer.Option(help="Comma-separated: wan, minimax-h3, with random weights.")
+    ] = "wan,minimax-h3",
+    output: Output = RESULTS,
+) -> None:
+    """Time one block of a video transformer on one GPU, and on all by Ulysses context parallelism.
+
+    Wan 14B at 720 lines and MiniMax-H3 at 345 frames, in bf16; without CUDA, tiny ones. Start one
+    process per GPU with torchrun.
+
+    Example: torchrun --nproc-per-node 2 -m eval bench parallel --device cuda
+    """
+    from eval.benchmarks.parallel import SIDES, run_parallel
+
+    names = models.split(",")
+    if unknown := [name for name in names if name not in SIDES]:
+        raise ValueError(f"--models must be some of {', '.join(SIDES)}, but got {unknown[0]!r}.")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, but got {device!r}.")
+    run_parallel(names, device, output, command=command_line())
+
+
 @app.command("distill")
 def bench_distill_command(
     config: Annotated[Path, typer.Option(help="YAML file of the timed run.")] = Path(
