@@ -22,12 +22,13 @@ from diffusers import ContextParallelConfig
 from diffusers.models import attention_dispatch
 from torch import Tensor, nn
 
-from avq_diffusers import apply_avq, remove_avq, summary
-from eval.benchmarks.models import TRANSFORMERS
-from eval.benchmarks.networks import TransformerBench
+from avq_diffusers import apply_avq, remove_avq, set_threshold, summary
+from eval.benchmarks.contenders import relative_error
+from eval.benchmarks.models import MODELS
+from eval.benchmarks.networks import NetworkBench
+from eval.names import AVQ
 from eval.store.report import save_json
 
-DEFAULT = "M64C8T1e-4"
 # Sides as in `Model.sizes`: the longest video of each.
 SIDES = {"wan": 720, "minimax-h3": 345}
 EXACT_BACKENDS = {"cuda": ("_native_cudnn", "native"), "cpu": ("native",)}
@@ -107,17 +108,21 @@ def watched(network: nn.Module, watch: Stopwatch) -> Iterator[None]:
 
 
 @contextmanager
-def attention_by(network: Any, method: str, backend: str) -> Iterator[None]:
-    """Run a transformer's attention by AVQ, or by one of diffusers' backends."""
-    if method != DEFAULT:
+def attention_by(bench: NetworkBench, method: str, inputs: tuple[Tensor, ...]) -> Iterator[None]:
+    """Run attention by AVQ with as many columns as in real models, or by a backend of diffusers."""
+    network: Any = bench.network
+    if method != AVQ:
         network.set_attention_backend(method)
         try:
             yield
         finally:
             network.reset_attention_backend()
         return
-    apply_avq(network, method, backend=backend, route="always")
+    with torch.no_grad():
+        thresholds, _ = bench.of_columns(inputs)  # found by one process
+    apply_avq(network, route="always")
     try:
+        set_threshold(network, thresholds)
         yield
         (row,) = summary(network).rows
         if not row.runs.startswith("AVQ"):
@@ -127,7 +132,7 @@ def attention_by(network: Any, method: str, backend: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def measured(bench: TransformerBench, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Any], Tensor]:
+def measured(bench: NetworkBench, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Any], Tensor]:
     """The median times of a step, its peak memory, and its output."""
     watch, times = Stopwatch(bench.device), defaultdict(list)
     with watched(bench.network, watch):
@@ -143,10 +148,6 @@ def measured(bench: TransformerBench, inputs: tuple[Tensor, ...]) -> tuple[dict[
     if bench.cuda:
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return row, output
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def run_parallel(names: list[str], device_type: str, output: Path, *, command: str) -> Path:
@@ -170,7 +171,7 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
     rank, size = dist.get_rank(), dist.get_world_size()
     path, rows = output / f"bench_parallel_{device_type}_x{size}.json", []
     for name in names:
-        bench = TransformerBench(TRANSFORMERS[name].for_device(device), device)
+        bench = NetworkBench(MODELS[name].for_device(device), device)
         inputs = bench.inputs(SIDES[name])
         alone: dict[str, Tensor] = {}
         tokens = 0
@@ -180,10 +181,10 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
                     ulysses_degree=degree, ulysses_anything=tokens % degree > 0
                 )
                 enable_parallelism(bench.network, config)
-            for method in (*EXACT_BACKENDS[device_type], DEFAULT):
+            for method in (*EXACT_BACKENDS[device_type], AVQ):
                 row = {"model": bench.model.title, "method": method, "degree": degree}
                 try:
-                    with attention_by(bench.network, method, bench.backend):
+                    with attention_by(bench, method, inputs):
                         found, result = measured(bench, inputs)
                 except (RuntimeError, ValueError) as error:
                     row["error"] = str(error)

@@ -72,7 +72,7 @@ def test_the_command_of_the_guide(tmp_path):
     assert run.returncode == 0, run.stderr
     rows = json.loads((tmp_path / "runs/bench_parallel_cpu_x2.json").read_text())["rows"]
     assert [(row["method"], row["degree"]) for row in rows] == [
-        (method, degree) for degree in (1, 2) for method in ("native", "M64C8T1e-4")
+        (method, degree) for degree in (1, 2) for method in ("native", "avq")
     ]
     assert [row["tokens_of_rank"] for row in rows] == [180, 180, 90, 90]
     assert all(row["error_to_one_process"] < CLOSE for row in rows)
