@@ -81,7 +81,7 @@ class NetworkBench:
     def method(self, name: str, inputs: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
         """Run attention with a method inside the `with` block, which gets facts about its row."""
         if name == AVQ:
-            thresholds, facts = self._of_columns(inputs)
+            thresholds, facts = self.of_columns(inputs)
             apply_avq(self.network)
             if thresholds:
                 set_threshold(self.network, thresholds)
@@ -130,7 +130,7 @@ class NetworkBench:
             elif name.endswith(MODULATIONS) and not self.model.is_unet:
                 parameter.add_(1)
 
-    def _of_columns(self, inputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
+    def of_columns(self, inputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
         """The threshold of each layer with which it needs the model's columns, found by bisection,
         and the columns that it then has."""
         key = inputs[0].shape

@@ -22,7 +22,8 @@ from diffusers import ContextParallelConfig
 from diffusers.models import attention_dispatch
 from torch import Tensor, nn
 
-from avq_diffusers import summary
+from avq_diffusers import apply_avq, remove_avq, set_threshold, summary
+from eval.benchmarks.contenders import relative_error
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench
 from eval.names import AVQ
@@ -107,18 +108,27 @@ def watched(network: nn.Module, watch: Stopwatch) -> Iterator[None]:
 
 
 @contextmanager
-def attention_by(bench: NetworkBench, method: str, inputs: tuple[Tensor, ...]) -> Iterator[Any]:
-    """Run attention by AVQ, or by one of diffusers' backends; gives facts about the row."""
+def attention_by(bench: NetworkBench, method: str, inputs: tuple[Tensor, ...]) -> Iterator[None]:
+    """Run attention by AVQ with as many columns as in real models, or by a backend of diffusers."""
+    network: Any = bench.network
     if method != AVQ:
-        bench.network.set_attention_backend(method)
+        network.set_attention_backend(method)
         try:
-            yield {}
+            yield
         finally:
-            bench.network.reset_attention_backend()
+            network.reset_attention_backend()
         return
-    with bench.method(AVQ, inputs) as facts:
-        (row,) = summary(bench.network).rows
-        yield facts | {"runs": row.runs}
+    with torch.no_grad():
+        thresholds, _ = bench.of_columns(inputs)  # found by one process
+    apply_avq(network, route="always")
+    try:
+        set_threshold(network, thresholds)
+        yield
+        (row,) = summary(network).rows
+        if not row.runs.startswith("AVQ"):
+            raise RuntimeError(f"AVQ did not run: {row.runs}.")
+    finally:
+        remove_avq(network)
 
 
 @torch.no_grad()
@@ -138,10 +148,6 @@ def measured(bench: NetworkBench, inputs: tuple[Tensor, ...]) -> tuple[dict[str,
     if bench.cuda:
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return row, output
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def run_parallel(names: list[str], device_type: str, output: Path, *, command: str) -> Path:
@@ -178,7 +184,7 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
             for method in (*EXACT_BACKENDS[device_type], AVQ):
                 row = {"model": bench.model.title, "method": method, "degree": degree}
                 try:
-                    with attention_by(bench, method, inputs) as facts:
+                    with attention_by(bench, method, inputs):
                         found, result = measured(bench, inputs)
                 except (RuntimeError, ValueError) as error:
                     row["error"] = str(error)
@@ -187,7 +193,6 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
                     tokens = max(tokens, found["tokens_of_rank"])
                     exact = next(iter(alone.values()))
                     row |= {
-                        **facts,
                         **found,
                         "error_to_one_process": relative_error(result, alone[method]),
                         "error_to_exact": relative_error(result, exact),

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from avq_diffusers.attention.flops import forward_flops
 from avq_diffusers.config import Spec
+from eval.benchmarks.models import TRANSFORMER_COLUMNS
 from eval.store.markdown import markdown_table
 
 DEGREES = (1, 2, 4, 8)
 BYTES = 2  # of a number in half precision
-# As many columns as a layer counts as before its first call.
-SPEC = Spec(num_parents=64, num_children=8, num_refined=16)
+SPEC = Spec()
 
 
 class Video(NamedTuple):
@@ -39,7 +39,10 @@ def moved_bytes(video: Video, degree: int, *, ring: bool = False) -> float:
 def operations(video: Video, degree: int, *, exact: bool) -> int:
     """Operations of a rank's heads; two per multiply-add, products only."""
     shape = 1, video.heads // degree, video.tokens, video.head_dim
-    return 4 * prod(shape) * video.tokens if exact else forward_flops(shape, video.tokens, 0, SPEC)
+    if exact:
+        return 4 * prod(shape) * video.tokens
+    further = round(TRANSFORMER_COLUMNS[0]) - SPEC.num_parents  # beside the parents
+    return forward_flops(shape, video.tokens, further, SPEC)
 
 
 def costs_table() -> str:
