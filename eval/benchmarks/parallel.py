@@ -108,22 +108,25 @@ def watched(network: nn.Module, watch: Stopwatch) -> Iterator[None]:
 
 
 @contextmanager
-def attention_by(bench: NetworkBench, method: str, inputs: tuple[Tensor, ...]) -> Iterator[None]:
-    """Run attention by AVQ with as many columns as in real models, or by a backend of diffusers."""
+def attention_by(bench: NetworkBench, method: str, inputs: tuple[Tensor, ...]) -> Iterator[Any]:
+    """Run attention by AVQ with as many columns as in real models, or by a backend of diffusers.
+
+    The `with` block gets facts about its row.
+    """
     network: Any = bench.network
     if method != AVQ:
         network.set_attention_backend(method)
         try:
-            yield
+            yield {}
         finally:
             network.reset_attention_backend()
         return
     with torch.no_grad():
-        thresholds, _ = bench.of_columns(inputs)  # found by one process
+        thresholds, facts = bench.of_columns(inputs)  # found by one process
     apply_avq(network, route="always")
     try:
         set_threshold(network, thresholds)
-        yield
+        yield {"columns": facts["columns"]}
         (row,) = summary(network).rows
         if not row.runs.startswith("AVQ"):
             raise RuntimeError(f"AVQ did not run: {row.runs}.")
@@ -184,7 +187,7 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
             for method in (*EXACT_BACKENDS[device_type], AVQ):
                 row = {"model": bench.model.title, "method": method, "degree": degree}
                 try:
-                    with attention_by(bench, method, inputs):
+                    with attention_by(bench, method, inputs) as facts:
                         found, result = measured(bench, inputs)
                 except (RuntimeError, ValueError) as error:
                     row["error"] = str(error)
@@ -193,6 +196,7 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
                     tokens = max(tokens, found["tokens_of_rank"])
                     exact = next(iter(alone.values()))
                     row |= {
+                        **facts,
                         **found,
                         "error_to_one_process": relative_error(result, alone[method]),
                         "error_to_exact": relative_error(result, exact),
