@@ -29,6 +29,7 @@ from avq_diffusers.config import sizes_of
 from eval.store.markdown import figure
 
 EXACT = "exact"
+AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`
 NO_ATTENTION = "value-projection"
 TOME = "tome"
 POOLED = "pooled"
@@ -51,7 +52,7 @@ LEVELS = (0, 1)
 
 # Where methods run.
 UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images by a UNet", "images by a transformer", "keys"
-UNET_STEP, TRANSFORMER_STEP = "bench unet", "bench transformer"
+UNET_STEP, TRANSFORMER_STEP = "steps of a UNet", "steps of a transformer"
 IMAGES, STEPS = (UNET_IMAGES, TRANSFORMER_IMAGES), (UNET_STEP, TRANSFORMER_STEP)
 
 
@@ -74,8 +75,8 @@ KINDS = {
     EXACT: Kind(EXACT, (*IMAGES, *STEPS, KEYS), "SDPA default"),
     NO_ATTENTION: Kind(NO_ATTENTION, (*IMAGES, KEYS)),
     TOME: Kind(TOME, (UNET_IMAGES, UNET_STEP), "ToMe r={:g}"),
-    FA2: Kind(FA2, STEPS, "FA2"),
-    CUDNN: Kind(CUDNN, STEPS, "cuDNN"),
+    FA2: Kind(FA2, (), "FA2"),
+    CUDNN: Kind(CUDNN, (), "cuDNN"),
     LIMIT: Kind(LIMIT, STEPS, "limit"),
     LINFUSION: Kind(LINFUSION, (UNET_STEP,), "LinFusion"),
     POOLED: Kind("pooled@256", (KEYS,)),
@@ -86,11 +87,11 @@ KINDS = {
         "pisa0@.15", (TRANSFORMER_STEP, KEYS), "PISA, zeroth order, {:.0%} of the blocks"
     ),
     SOL: Kind("sol@1.3", (TRANSFORMER_STEP, KEYS), "Sol-Attn, threshold {:g}"),
-    FOLDER: Kind("runs/m64/codebooks", (UNET_IMAGES,)),
-    STORED: Kind("M64P16C8", (UNET_IMAGES, UNET_STEP, KEYS)),
+    FOLDER: Kind("runs/m64/codebooks", (UNET_IMAGES, UNET_STEP)),
+    STORED: Kind("M64P16C8", (UNET_IMAGES, KEYS)),
     OWN: Kind("M64C8T1e-4, M64P16C8/own", (*IMAGES, *STEPS, KEYS)),
     FASTEST: Kind("M64C8T1e-4/fastest", STEPS),
-    TUNED: Kind("M64P16C8/tuned", (UNET_STEP,)),
+    TUNED: Kind("M64P16C8/tuned", ()),
 }
 
 

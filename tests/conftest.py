@@ -18,7 +18,7 @@ from tiny import random_codebooks, three_level_pipe, tiny_pipe, tiny_unet
 from avq_diffusers.hosts.core import routing
 from avq_diffusers.hosts.measuring import kept_profiles
 
-FORKING = "test_distill.py", "test_coco.py", "test_kills.py"
+FORKING = "test_distill.py", "test_coco.py", "test_kills.py", "test_parallel.py"
 
 
 def pytest_configure() -> None:

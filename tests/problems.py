@@ -1,26 +1,32 @@
 """Random problems for `avq_attention`, and its error on them against the definition.
 
-No choice is implemented here a second time: while the definition runs, `Choices` records what it
-chooses by, and so where a rounding could have chosen otherwise.
+No choice is implemented here a second time. While the definition runs, `Choices` records what keys
+choose by, and so where a rounding could have chosen otherwise. Its tiles show the keys at the
+levels that the backend chose, which may differ from its own only by roundings.
 
-Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
+Shapes: B batch, H heads, N queries, S keys, D head dim, T tiles, M0 parents, C children.
 """
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from random import Random
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from cases import unchecked_call
+from levels import levels_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.guarded import kernels
 from avq_diffusers.attention.limits import obstacles
 from avq_diffusers.attention.tensors import DTYPES, Tensors
 from avq_diffusers.attention.triton import codewords
@@ -39,13 +45,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 # Shares of the larger value below which roundings may decide which codeword is taken, and at which
 # level a tile shows it.
 KEY_TIE, LEVEL_TIE = 1e-4, 1e-3
-# And the share of a key's squared norm.
+# And the share of a key's squared norm; and what a level gains that makes no difference.
 ROUNDING = 1e-9
 # Float64 against the definition in float64.
 EXACT = 1e-10
 # What `draw_problem` draws beside options.
 NOT_OPTIONS = "dtype", "kind", "batch", "heads", "queries", "keys", "head_dim", "num_sinks"
-NOT_OPTIONS += ("has_codebook",)
+NOT_OPTIONS += ("has_codebook", "seed", "sharpness")
 SINKS = ("sink_key", "sink_value")
 
 
@@ -92,6 +98,13 @@ class Problem:
         """What `avq_attention` makes of it, with the key order that it decides for."""
         return unchecked_call(codebook=self.codebook, **self.tokens | self.options)
 
+    def backend_of_gradients(self, backend: str) -> str:
+        """The one that computes gradients, from levels that it chooses itself."""
+        if backend != "triton":
+            return backend
+        means = self.options["codewords"] == "means"
+        return backend if kernels().gradients.serves(self.tokens["query"], means=means) else "torch"
+
     def largest_logits(self) -> Tensor:
         """(B, H, N) around the mean of the keys, which a softmax ignores."""
         query, key, _, *sinks = (x.double() for x in self.tokens.values())
@@ -111,16 +124,31 @@ class Problem:
             key[:] = torch.where(clear[..., None], key, copies)
         return self
 
-    def define(self, backend: str, **tokens: Tensor) -> tuple[Tensor, "Choices"]:
+    def is_singular(self) -> bool:
+        """Whether values may follow keys at any rate: all leaves of a head hold equal ones."""
+        inputs, spec = self.call()
+        if self.codebook is not None or not spec.means:
+            return False
+        key = inputs.key.double()
+        found = reference.quantized(inputs._replace(key=key), spec)
+        spread = reference.spread(key, found.leaf, found.leaves).amax(-1)
+        has_two = reference._counts(found.leaf, found.leaves).amax((2, 3)) > 1
+        return bool((has_two & (spread <= ROUNDING**2 * key.square().sum(-1).amax(-1))).any())
+
+    def define(
+        self, backend: str, levels: Tensor | None = None, **tokens: Tensor
+    ) -> tuple[Tensor, "Choices"]:
         """The definition in float64, on the codewords as the backend rounds them.
 
         Args:
+            levels: at which tiles show the keys, from `levels_of`; None for those it chooses.
             tokens: instead of those of the problem, in float64.
         """
         wide = {name: x.double() for name, x in self.tokens.items()} | tokens
         inputs, spec = self.call()
         inputs = inputs._replace(**wide, scale=self.scale)
-        with Choices(self, backend) as choices:
+        choices = Choices(self)
+        with choices, nullcontext() if levels is None else choices.fixed_to(levels, backend):
             if self.codebook is not None:
                 rounds = backend == "triton"
                 stored = self.rounded_codebook() if rounds else self.codebook
@@ -153,36 +181,54 @@ class Problem:
 
 
 class Choices(TorchFunctionMode):
-    """Records what the definition chooses by while it runs, and where roundings could choose.
+    """Records what keys choose by while the definition runs; can fix the levels of its tiles.
 
     Attributes:
         distances: (B, H, S, codewords) squared, of the parents in their order of use, then of the
             leaves of every key's parent.
-        scores: (B, H, M0) per query tile, what parents are ranked by.
-        gains: (B, H, M0) and (B, H, M) per query tile, what is compared with the threshold.
-        refined: (B, H, M) per query tile, leaves of parents that the threshold refines.
+        agree: (B, H) for each fixed level, whether the definition chooses the same up to roundings.
     """
 
-    def __init__(self, problem: Problem, backend: str) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__()
-        self.problem, self.backend = problem, backend
+        self.problem = problem
         self.distances: list[Tensor] = []
-        self.scores: list[Tensor] = []
-        self.gains: list[Tensor] = []
-        self.refined: list[Tensor] = []
+        self.agree: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        for function, found in (
-            (Tensor.argmin, self.distances),
-            (Tensor.argsort, self.scores),
-            (Tensor.__and__, self.refined),
-        ):
-            if func is function:
-                found.append(args[0])
-        # Counts are compared with an int.
-        if func is Tensor.gt and isinstance(args[1], float):
-            self.gains.append(args[0])
+        if func is Tensor.argmin:
+            self.distances.append(args[0])
         return func(*args, **(kwargs or {}))
+
+    def fixed_to(self, levels: Tensor, backend: str) -> AbstractContextManager:
+        """The definition with levels of a backend, from `levels_of`, in place of its own."""
+        tiles, defined, tie = cycle(levels.unbind(2)), reference.resolution, LEVEL_TIE
+        if backend == "triton" and self.problem.options["codewords"] == "means":
+            # Its logits come from rounded means of keys.
+            logits = float(self.problem.largest_logits().amax())
+            tie += logits * torch.finfo(self.problem.dtype).eps
+
+        def resolution(*inputs: Any) -> reference.Levels:
+            *others, threshold = inputs
+            shown = next(tiles)
+            leaves = torch.cat([shown[..., 1], shown[..., 2:].flatten(2)], dim=-1)
+            found = reference.Levels(shown[..., 0] != 1, leaves > 1)
+            # At thresholds that a rounding may take for this one.
+            least = defined(*others, threshold * math.exp(tie) + ROUNDING)
+            most = defined(*others, threshold * math.exp(-tie) - ROUNDING)
+            for low, level, high in zip(least, found, most, strict=True):
+                self.agree.append(((low <= level) & (level <= high)).all(-1))
+            return found
+
+        def select(score: Tensor, num_refined: int) -> Tensor:
+            refined, matters = next(tiles)[..., 0] != 1, score > ROUNDING
+            found = refined & matters
+            least, others = score.where(found, torch.inf), score.masked_fill(found, 0)
+            is_ahead = least.amin(-1) >= others.amax(-1) * math.exp(-tie)
+            self.agree.append(is_ahead & (found.sum(-1) == matters.sum(-1).clamp(max=num_refined)))
+            return refined
+
+        return patch.multiple(reference, resolution=resolution, select=select)
 
     def clear_keys(self) -> Tensor:
         """(B, H, S) keys whose choices, also in updates, no rounding can change."""
@@ -206,49 +252,12 @@ class Choices(TorchFunctionMode):
         rounding = ROUNDING * self.problem.tokens["key"].double().square().sum(-1)
         return following.isinf() | (following - least > KEY_TIE * (following + least) + rounding)
 
-    def clear_queries(self) -> Tensor:
-        """(B, H, N) queries of tiles whose levels are clear; none if a key is not.
-
-        The last refined parent beats the next one, or nothing gains about as much as the threshold.
-        """
-        options, query = self.problem.options, self.problem.tokens["query"]
-        num_queries, num_refined = query.shape[2], options["num_refined"]
-        clear = torch.ones(query.shape[:3], dtype=torch.bool, device=query.device)
-        if not self.clear_keys().all():
-            return ~clear
-        order = options.get("query_order")
-        order = torch.arange(num_queries, device=query.device) if order is None else order
-        for i, tile in enumerate(order.split(options["query_tile"])):
-            if num_refined is None:
-                clear[:, :, tile] &= self._clear_gains(i)[..., None]
-            elif 0 < num_refined < options["num_parents"]:
-                ranked = self.scores[i].sort(-1, descending=True).values
-                last, following = ranked[..., num_refined - 1], ranked[..., num_refined]
-                is_clear = (last - following > LEVEL_TIE * last) | (following == 0)
-                clear[:, :, tile] &= is_clear[..., None]
-        return clear
-
-    def _clear_gains(self, tile: int) -> Tensor:
-        """(B, H) whether no gain of a tile that counts is about the threshold."""
-        threshold, query = self.problem.options["threshold"], self.problem.tokens["query"]
-        of_parents, of_leaves = self.gains[2 * tile : 2 * tile + 2]
-        if math.isinf(threshold):
-            return torch.ones_like(of_parents[..., 0], dtype=torch.bool)
-        tie = LEVEL_TIE
-        if self.backend == "triton":  # whose logits come from rounded means of keys
-            tie += float(self.problem.largest_logits().amax()) * torch.finfo(query.dtype).eps
-        clear = [
-            (gain == 0) | ((gain - threshold).abs() > tie * gain.clamp(min=threshold))
-            for gain in (of_parents, of_leaves)
-        ]
-        return clear[0].all(-1) & (clear[1] | ~self.refined[tile]).all(-1)
-
 
 class Outcome(NamedTuple):
     """What came of a problem.
 
     error: the largest, of the output and all gradients, in units of what is allowed.
-    compared: share of the queries that were compared; the others' choices are near ties.
+    compared: share of the heads that were compared; in the others, keys are near ties.
     """
 
     error: float
@@ -262,16 +271,19 @@ def solve(
 
     Allowed is twice the error of PyTorch's exact attention in the same dtype, and roundings: of the
     result, of float32, and of the keys. The error of a gradient counts against the largest
-    gradient: that of one key's query is zero, and roundings remain. Query tiles whose choices a
-    rounding could change are left out, and get no gradient.
+    gradient: that of one key's query is zero, and roundings remain. Heads with a key whose choice a
+    rounding could change are left out, and get no gradient. Tiles show the keys at the levels that
+    the backend chose, in a gradient at those that it chose again.
 
     Args:
         attend: what runs in place of the backend, a function of the tokens.
 
     Raises:
-        ArithmeticError: a result is not finite, or has another shape, dtype or layout.
+        ArithmeticError: a result is not finite, or has another shape, dtype or layout, or no
+            rounding explains the levels.
     """
     dtype = problem.dtype
+    levels, backward = levels_of(*problem.call(), backend), problem.backend_of_gradients(backend)
     attend = attend or partial(problem.attend, backend)
 
     def run(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -281,23 +293,31 @@ def solve(
     found: list[Choices] = []
 
     def definition(**tokens: Tensor) -> Tensor:
-        output, choices = problem.define(backend, **tokens)
+        output, choices = problem.define(backend, levels, **tokens)
         found.append(choices)
+        if backward != backend:
+            again, choices = problem.define(
+                backward, levels_of(*problem.call(), backward), **tokens
+            )
+            found.append(choices)
+            output = again + (output - again).detach()
         return output
 
     expected = run(definition, torch.float64)
-    clear = found[0].clear_queries()
+    clear = found[0].clear_keys().all(-1)
     compared = float(clear.double().mean())
     actual = run(attend, dtype)
     output, query = actual[0], problem.tokens["query"]
     is_sound = output.isfinite().all() and output.transpose(1, 2).is_contiguous()
     if not is_sound or (output.shape, output.dtype) != (query.shape, dtype):
         raise ArithmeticError(f"{tuple(output.shape)} {output.dtype} is not as promised: {problem}")
+    if not all(x[clear].all() for choices in found for x in choices.agree):
+        raise ArithmeticError(f"the levels of tiles are beyond roundings: {problem}")
     if compared == 0:
         return Outcome(0.0, 0.0)
     # Of one sign, or sums over queries would cancel.
     weights = torch.linspace(0, 100, query.numel(), dtype=torch.float64, device=query.device)
-    weights = (1 + weights.sin()).view(query.shape) * clear[..., None]
+    weights = (1 + weights.sin()).view(query.shape) * clear[..., None, None]
 
     def errors(actual: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]):
         """Of the output, and the largest of the gradients."""
@@ -342,7 +362,7 @@ def draw_problem(
     """Draw arguments that the backend accepts.
 
     A key that is nearly as close to another codeword as to its own may rightly go to either:
-    another key takes its place.
+    another key takes its place. Singular problems are drawn again.
 
     Args:
         rng: that everything is drawn from.
@@ -360,7 +380,9 @@ def draw_problem(
         if not obstacles(backend, *problem.call()) and not (
             is_bfloat and backend == "triton" and device.type == "cpu"
         ):
-            return problem.without_ties(backend)
+            problem = problem.without_ties(backend)
+            if not problem.is_singular():
+                return problem
 
 
 def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -401,6 +423,8 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     draw("scale", None, None, 0.01, 0.1, 0.5)
     draw("query_order", None, torch.int32, torch.int64)
     draw("key_order", None, None, None if has_codebook else torch.int64)
+    drawn["seed"] = rng.getrandbits(32)
+    draw("sharpness", 0.3, 1.0, 4.0)  # of the attention, times the queries
     unknown = fixed.keys() - drawn.keys()
     assert not unknown, unknown
     return drawn
@@ -408,11 +432,21 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
 
 def _problem_of(drawn: dict[str, Any], rng: Random, device: torch.device) -> Problem:
     numbers = dict(drawn)
-    dtype, kind, batch, heads, num_queries, num_keys, head_dim, num_sinks, has_codebook = (
-        numbers.pop(name) for name in NOT_OPTIONS
-    )
+    (
+        dtype,
+        kind,
+        batch,
+        heads,
+        num_queries,
+        num_keys,
+        head_dim,
+        num_sinks,
+        has_codebook,
+        seed,
+        sharpness,
+    ) = (numbers.pop(name) for name in NOT_OPTIONS)
     num_parents = numbers["num_parents"]
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     sizes = heads, num_parents, numbers["num_children"], head_dim
     key, codebook = _keys_and_codebook(kind, batch, num_keys, sizes, generator)
@@ -422,7 +456,7 @@ def _problem_of(drawn: dict[str, Any], rng: Random, device: torch.device) -> Pro
     looked_at = torch.arange(num_queries) * num_used // num_queries
     query = normal(batch, heads, num_queries, head_dim)
     query += (parents - parents.mean(1, keepdim=True))[:, looked_at]
-    query *= rng.choice((0.3, 1.0, 4.0))
+    query *= sharpness
     tokens = {"query": query, "key": key, "value": normal(key.shape)}
     if num_sinks:
         # Among the keys, so that neither side takes all attention.

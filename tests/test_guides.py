@@ -15,9 +15,11 @@ from distill.__main__ import app as distill
 from distill.pretrain.__main__ import app as pretrain
 from distill.vision.__main__ import app as vision
 from eval.__main__ import app as evaluate
+from eval.benchmarks.parallel_costs import costs_table
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "avq_diffusers" / "guides").glob("*.md"))
+IN_ONE_PROCESS = [guide for guide in GUIDES if guide.stem != "parallel"]
 TINY = {"images": tiny_pipe, "README": tiny_pipe, "transformers": sd3_pipe}
 TINY |= {"vision": lambda: tiny_vision("dinov2")}
 # What makes the code of a guide run on a CPU in seconds.
@@ -39,7 +41,9 @@ START = r"(?:\S*bin/)?(?:(?:python|accelerate launch|torchrun)(?: --nproc-per-no
 COMMAND = re.compile(rf"{START}({'|'.join(map(re.escape, PROGRAMS))}) (.*)")
 
 
-@pytest.mark.parametrize("guide", [*GUIDES, ROOT / "distill/README.md"], ids=lambda x: x.stem)
+@pytest.mark.parametrize(
+    "guide", [*IN_ONE_PROCESS, ROOT / "distill/README.md"], ids=lambda x: x.stem
+)
 def test_a_guide_is_short_and_runs(guide, tmp_path, monkeypatch):
     """Catches names, arguments and an order of calls that are no longer right."""
     text = guide.read_text(encoding="utf-8")
@@ -53,6 +57,13 @@ def test_a_guide_is_short_and_runs(guide, tmp_path, monkeypatch):
         code = re.sub(shown, small, code, flags=re.MULTILINE)
     exec(compile(code, guide.name, "exec"), {})
     assert bool(code) == (guide.stem in TINY)
+
+
+def test_the_guide_to_several_processes():
+    """Its script runs in the ranks of `test_parallel.py`."""
+    text = (ROOT / "avq_diffusers/guides/parallel.md").read_text()
+    assert len(text.splitlines()) <= 60
+    assert text.endswith(f"\n\n{costs_table()}\n")
 
 
 DOCUMENTS = [ROOT / x for x in ("README.md", "eval/README.md", "distill/README.md")]

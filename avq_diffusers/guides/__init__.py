@@ -3,5 +3,6 @@
 .. include:: images.md
 .. include:: transformers.md
 .. include:: vision.md
+.. include:: parallel.md
 .. include:: glossary.md
 """

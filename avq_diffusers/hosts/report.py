@@ -57,10 +57,13 @@ class Summary:
     Attributes:
         rows: one per layer.
         allocation: what a tolerance chose; None without one, or if sizes have changed since.
+        parallelism: how several ranks run the models, such as "Ulysses, degree 2"; empty for one
+            process.
     """
 
     rows: tuple[LayerReport, ...]
     allocation: Allocation | None = None
+    parallelism: str = ""
 
     def cells(self) -> list[list[str]]:
         """The rows of the table, header first."""
@@ -89,6 +92,8 @@ class Summary:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in cells
         ]
+        if self.parallelism:
+            lines.append(f"parallelism: {self.parallelism}")
         return "\n".join([*lines, *([] if self.allocation is None else [str(self.allocation)])])
 
 
@@ -102,7 +107,8 @@ def report(models: Sequence[Hosted]) -> Summary:
     states = [state for hosted in models for state in hosted.states.values()]
     allocation = states[0].allocation if states else None
     is_whole = all(state.allocation is allocation for state in states)
-    return Summary(tuple(rows), allocation if is_whole else None)
+    ranks = dict.fromkeys(str(x) for hosted in models if (x := hosted.ranks))
+    return Summary(tuple(rows), allocation if is_whole else None, "; ".join(ranks))
 
 
 def _row(

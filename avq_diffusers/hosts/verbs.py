@@ -34,6 +34,7 @@ from avq_diffusers.hosts.core import (
     Plan,
     Schedule,
     StoredSource,
+    agreed,
     all_or_nothing,
     as_examples,
     check_known,
@@ -102,6 +103,10 @@ def apply_avq(
     any attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is
     set before or after; a warning names these layers.
 
+    In transformers that several processes run together by Ulysses context parallelism or tensor
+    parallelism, each runs AVQ on its heads, and the first one decides for all. Ring attention runs
+    exact.
+
     With a tolerance, layers get the fastest options, or exact attention, that keep the model's
     output error within it. `measure_error` first measures the model on `prompt` or `pixel_values`
     and caches the profile in the user's cache folder; later calls with the same model and
@@ -149,8 +154,7 @@ def apply_avq(
             argument is unknown, a tolerance lacks examples to measure on, or measurement arguments
             come without a tolerance.
         ValueError: codebooks, profile or configuration do not fit the model, backend or route is
-            unknown, the UNet has LinFusion layers, the transformer runs in context parallel, or the
-            tolerance is not above 0 and at most 0.5.
+            unknown, the UNet has LinFusion layers, or the tolerance is not above 0 and at most 0.5.
     """
     models = models_of(pipe)
     check_backend(backend)
@@ -243,8 +247,9 @@ def _resolved(
     check_source(source)
     if isinstance(source, StoredSource):
         raise ValueError(WITHOUT_CODEBOOKS)
-    kept = KeptProfile(pipe, models_of(pipe), source, measurement)
-    profile = kept.load(examples)
+    models = models_of(pipe)
+    kept = KeptProfile(pipe, models, source, measurement)
+    profile = agreed(models[0].ranks, lambda: kept.load(examples))
     if profile is not None and not _still_holds(pipe, profile, tolerance, examples, measurement):
         profile = None
     if profile is None:

@@ -472,7 +472,7 @@ class TestGpu:
     def level(number: int, tokens: int, **fixed: object) -> Problem:
         """A self-attention of Stable Diffusion 1.5 at M64C8."""
         sizes = {"num_parents": 64, "num_children": 8, "num_refined": 16, "query_tile": 128}
-        sizes |= {"batch": 2, "heads": 8, "queries": tokens, "keys": tokens}
+        sizes |= {"batch": 2, "heads": 8, "queries": tokens, "keys": tokens, "sharpness": 1.0}
         return drawn(head_dim={0: 40, 1: 80}[number], **sizes | fixed)
 
     @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
@@ -501,6 +501,7 @@ class TestGpu:
     )
     def test_hard_keys_and_the_configurations_of_the_paper(self, fixed):
         sizes = {"heads": 2, "queries": 2000, "keys": 2000, "num_parents": 64, "num_children": 8}
+        sizes |= {"sharpness": 1.0}
         check(drawn(has_codebook=True, codewords="stored", **sizes | fixed))
 
     def test_same_bits_whatever_else_the_gpu_does(self):

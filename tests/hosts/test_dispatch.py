@@ -238,17 +238,6 @@ class TestProcessorsThatDoNotCallTorch:
         assert {row.runs for row in summary(model).rows} == {"AVQ (torch backend)"}
 
 
-def test_context_parallel_is_refused():
-    class Parallel:
-        context_parallel_config = object()
-
-    model = flux_transformer()
-    model._parallel_config = Parallel()
-    with pytest.raises(ValueError, match="AVQ does not run in context parallel"):
-        apply_avq(model)
-    assert not model._forward_pre_hooks
-
-
 def test_position_ids_are_read_once_per_change(monkeypatch):
     """Catches a wait for the device in every step, and a grid of earlier contents."""
     reads, original = [], grids._grid_of_ids

@@ -358,7 +358,7 @@ def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
         looks.append((spec, backend, *facts))
         return original(tensors, spec, backend)
 
-    def learn(route, workload, device, trial):
+    def learn(route, workload, device, trial, ranks):
         avq, exact, share = routing._both_attentions(workload.dtype, device, trial)
         assert avq().output.shape == exact().shape
         assert share == 1
@@ -417,15 +417,15 @@ class TestThreshold:
     @pytest.fixture
     def reads(self, monkeypatch):
         """How many calls came before each reading."""
-        reads, read = [], columns.Needed.read
+        reads, count = [], columns.Needed.count
 
-        def noted(needed, shown):
+        def noted(needed, *shown):
             before = needed.num_read
-            read(needed, shown)
+            count(needed, *shown)
             if needed.num_read != before:
                 reads.append(needed.num_read)
 
-        monkeypatch.setattr(columns.Needed, "read", noted)
+        monkeypatch.setattr(columns.Needed, "count", noted)
         return reads
 
     def test_columns_decide(self, unet, trials):
@@ -463,7 +463,7 @@ class TestThreshold:
             predict(unet)
         assert reads == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
         for layer in layers:
-            layer.avq_state.needed.num_calls = 31
+            layer.avq_state.needed.num_calls = 30
             layer.avq_state.shown.fill_(100)
         predict(unet)
         assert len(reads) == 15

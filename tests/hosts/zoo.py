@@ -166,7 +166,7 @@ def ideogram(random, height: int, width: int) -> dict[str, Any]:
 
 def minimax(random, height: int, width: int) -> dict[str, Any]:
     """A text, a keyframe, sound and the video."""
-    frame, num_sound = height * width, 7
+    frame, num_sound = height * width, 8
     starts = [0, NUM_TEXT, NUM_TEXT + frame, NUM_TEXT + frame + num_sound]
     num_tokens = starts[-1] + FRAMES * frame
     grid = torch.cartesian_prod(*(torch.arange(size) for size in (FRAMES, height, width))).float()

@@ -56,6 +56,11 @@ GROUPS = {
         "CUDA graphs",
     ),
     "Wrapped UNets": (*("PEFT model", "DistributedDataParallel", "FSDP", "nn.DataParallel"),),
+    "Several processes": (
+        *("Ulysses", "Ulysses with sizes that do not divide", "schedules under Ulysses"),
+        *("training under Ulysses", "a tolerance under Ulysses", "ring attention (runs exact)"),
+        *("tensor parallelism", "FSDP and Ulysses", "guidance in two processes", "device_map"),
+    ),
     "Models, tiny": (
         *("SD1.5", "inpainting model (9 channels)", "InstructPix2Pix", "LCM", "SD 2.x"),
         *("SDXL base", "SDXL refiner"),

@@ -43,10 +43,6 @@ class PiecePointers(NamedTuple):
     piece_squares: tl.tensor  # (B, H, pieces, L) float32; or None
 
 
-# Of a leaf in the tables of float16 values.
-MOST_SPREAD = tl.constexpr(60000.0)
-
-
 class HeadOfPieces(NamedTuple):
     """What pieces of a head read besides its keys, and what they write."""
 
@@ -198,30 +194,11 @@ def _log2(count):
 
 
 @triton.jit
-def _store_values(tables, rows, means, spread, is_row, SIZES, CELLS):
-    """Write rows of DV numbers: a mean value in the first D, then 1, the spread and zeros."""
-    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
-    WIDTH: tl.constexpr = CELLS.VALUE_WIDTH
-    row_ptr = tables.mean_values + rows * WIDTH
-    dtype = row_ptr.dtype.element_ty
-    if dtype == tl.float16:
-        # A larger one adds nothing to the first-order term.
-        spread = tl.minimum(spread, MOST_SPREAD)
+def _store_values(tables, rows, means, is_row, SIZES):
+    """Write mean values (rows, DP)."""
     dims = tl.arange(0, SIZES.PADDED_DIM)
-    others = _numbers(dims[None, :] - HEAD_DIM, spread[:, None])
-    numbers = tl.where((dims < HEAD_DIM)[None, :], means, others)
-    mask = is_row[:, None] & (dims < WIDTH)[None, :]
-    tl.store(row_ptr[:, None] + dims[None, :], numbers.to(dtype), mask=mask)
-    if WIDTH > SIZES.PADDED_DIM:
-        dims = SIZES.PADDED_DIM + tl.arange(0, WIDTH - SIZES.PADDED_DIM)
-        others = _numbers(dims[None, :] - HEAD_DIM, spread[:, None])
-        tl.store(row_ptr[:, None] + dims[None, :], others.to(dtype), mask=is_row[:, None])
-
-
-@triton.jit
-def _numbers(place, spread):
-    """1 at place 0, the spread at place 1, and 0 at others."""
-    return tl.where(place == 0, 1.0, tl.where(place == 1, spread, 0.0))
+    pointers = tables.mean_values + rows[:, None] * SIZES.PADDED_DIM + dims[None, :]
+    tl.store(pointers, means.to(tables.mean_values.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit
@@ -251,15 +228,13 @@ def _store_rows(head, at, sums, parent, SIZES, CELLS):
     count = tl.sum(counts, axis=0)
     one = tl.zeros([1], tl.int32)
     rows, is_row = leaf_rows(parent, CELLS)
-    spread = tl.zeros([CELLS.LEAF_ROWS], tl.float32)
-    cell_spread = tl.zeros([1], tl.float32)
     if SIZES.MEANS:
         keys, squares = sums.of_keys, sums.of_squares
         spread = _store_mean_keys(head, at, rows, keys, squares, counts, is_row, SIZES, CELLS)
         tl.store(tables.spread + rows, spread, mask=is_row)
         # (1, DP)
         keys = tl.sum(keys, axis=0)[None, :]
-        squares = tl.sum(squares, axis=0) + cell_spread
+        squares = tl.sum(squares, axis=0) + tl.zeros([1], tl.float32)
         cell_spread = _store_mean_keys(
             head, at, one + parent, keys, squares, one + count, one == 0, SIZES, CELLS
         )
@@ -270,11 +245,11 @@ def _store_rows(head, at, sums, parent, SIZES, CELLS):
         tl.store(tables.inside + 2 * parent + 1, further)
 
     means = sums.of_values * (1.0 / tl.maximum(counts, 1))[:, None]
-    _store_values(tables, rows, means, spread, is_row, SIZES, CELLS)
+    _store_values(tables, rows, means, is_row, SIZES)
     tl.store(tables.counts + rows, counts, mask=is_row)
     tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
     means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
-    _store_values(tables, one + parent, means, cell_spread, one == 0, SIZES, CELLS)
+    _store_values(tables, one + parent, means, one == 0, SIZES)
     tl.store(tables.counts + parent, count)
     tl.store(tables.log_counts + parent, _log2(count))
 
@@ -296,7 +271,7 @@ def _tables_of_head(tables, batch_head, SIZES, CELLS):
     row = batch_head * CELLS.ROWS
     return Tables(
         tables.codes + row * SIZES.PADDED_DIM,
-        tables.mean_values + row * CELLS.VALUE_WIDTH,
+        tables.mean_values + row * SIZES.PADDED_DIM,
         tables.counts + row,
         tables.log_counts + row,
         tables.spread + row,

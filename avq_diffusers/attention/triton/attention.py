@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.codewords import padded, value_width
+from avq_diffusers.attention.triton.codewords import padded
 from avq_diffusers.attention.triton.first_order import (
     blocks_per_side,
     matrix_block,
@@ -43,8 +43,6 @@ from avq_diffusers.attention.triton.softmax import (
     TileSizes,
     attend_codewords,
     empty_softmax,
-    total_spread,
-    total_weight,
 )
 from avq_diffusers.attention.triton.tile import (
     head_of_tables,
@@ -104,7 +102,7 @@ def _add_codewords(queries, seen, sums, ADD, SIZES, BLOCKS):
 
 
 @triton.jit
-def leaves_at(row_ptr, first, num_leaves, tables, row_start_ptr, SIZES, LEAVES):
+def _leaves_at(columns, first, num_leaves, SIZES, LEAVES):
     """Where the keys of LEAVES of a tile's leaves are, whose keys it shows one by one.
 
     Returns:
@@ -115,36 +113,34 @@ def leaves_at(row_ptr, first, num_leaves, tables, row_start_ptr, SIZES, LEAVES):
     """
     leaf = first + tl.arange(0, LEAVES)
     valid = leaf < num_leaves
-    follows = leaf + 1 < num_leaves
-    rows = tl.load(row_ptr + SIZES.MOST - 1 - leaf, mask=valid, other=0)
-    next_rows = tl.load(row_ptr + SIZES.MOST - 2 - leaf, mask=follows, other=0)
-    counts = tl.load(tables.counts + rows, mask=valid, other=0)
-    starts = tl.load(row_start_ptr + rows, mask=valid, other=0)
-    next_starts = tl.load(row_start_ptr + next_rows, mask=follows, other=0)
+    place = SIZES.MOST - 1 - leaf
+    starts = tl.load(columns.row + place, mask=valid, other=0)
+    next_starts = tl.load(columns.row + place - 1, mask=leaf + 1 < num_leaves, other=0)
+    counts = tl.load(columns.bias + place, mask=valid, other=0.0).to(tl.int32)
     start = tl.sum(tl.where(leaf == first, starts, 0), axis=0)
     return start, tl.sum(counts, axis=0), tl.cumsum(counts, axis=0), next_starts - starts - counts
 
 
 @triton.jit
-def place_after_gaps(rank, start, stops, gaps):
+def _place_after_gaps(rank, start, stops, gaps):
     """Places in the order of leaves of some keys, by their rank from `start` on."""
     is_passed = stops[None, :] <= rank[:, None]
     return start + rank + tl.sum(tl.where(is_passed, gaps[None, :], 0), axis=1)
 
 
 @triton.jit
-def _add_keys(queries, of_centre, keys, leaves, seen, sums, ADD, SIZES, BLOCKS):
+def _add_keys(queries, of_centre, keys, order_ptr, seen, sums, ADD, SIZES, BLOCKS):
     """Add the keys of the leaves that a tile shows key by key to sums."""
     num_leaves = tl.load(seen.columns.num_leaves)
     for first in tl.range(0, num_leaves, BLOCKS.LEAVES):
-        start, num_keys, stops, gaps = leaves_at(
-            seen.columns.row, first, num_leaves, seen.tables, leaves.row_start, SIZES, BLOCKS.LEAVES
+        start, num_keys, stops, gaps = _leaves_at(
+            seen.columns, first, num_leaves, SIZES, BLOCKS.LEAVES
         )
         for first_rank in tl.range(0, num_keys, BLOCKS.K):
             rank = first_rank + tl.arange(0, BLOCKS.K)
             valid = rank < num_keys
-            place = place_after_gaps(rank, start, stops, gaps)
-            token = tl.load(leaves.leaf_order + place, mask=valid, other=0)
+            place = _place_after_gaps(rank, start, stops, gaps)
+            token = tl.load(order_ptr + place, mask=valid, other=0)
             sums = ADD(queries, of_centre, keys, token, valid, sums, SIZES)
     return sums
 
@@ -157,15 +153,6 @@ def _add_sinks(queries, of_centre, sinks, sums, ADD, SIZES, BLOCKS):
         valid = token < sinks.number
         sums = ADD(queries, of_centre, sinks, token, valid, sums, SIZES)
     return sums
-
-
-@triton.jit
-def leaves_of_head(leaves, tile, num_keys, SIZES):
-    """The `LeafPointers` of a tile's head."""
-    return LeafPointers(
-        leaves.leaf_order + tile.batch_head * num_keys,
-        leaves.row_start + tile.batch_head * SIZES.ROWS,
-    )
 
 
 @triton.jit
@@ -190,8 +177,8 @@ def add_columns(queries, of_centre, sums, tile, seen, ADD_CODEWORDS, ADD_TOKENS,
     if SIZES.REFINES == "threshold":
         layout = seen.key_layout
         keys = tokens_of_head(tokens.key, tokens.value, layout, tile.batch, tile.head, SIZES)
-        leaves = leaves_of_head(seen.leaves, tile, layout.number, SIZES)
-        sums = _add_keys(queries, of_centre, keys, leaves, seen, sums, ADD_TOKENS, SIZES, BLOCKS)
+        order_ptr = seen.leaves.leaf_order + tile.batch_head * layout.number
+        sums = _add_keys(queries, of_centre, keys, order_ptr, seen, sums, ADD_TOKENS, SIZES, BLOCKS)
     if SIZES.SINKS:
         sinks = tokens_of_head(
             tokens.sink_key, tokens.sink_value, seen.sink_layout, tile.batch, tile.head, SIZES
@@ -265,10 +252,10 @@ def attend_kernel(
     query = load_queries(query_row_ptr, tile, SIZES)
     seen = seen_by_tile(tile, tables, tokens, leaves, columns, key_layout, sink_layout, SIZES)
     softmax = attend_tile(query, tile, seen, SIZES, BLOCKS)
-    inverse = 1.0 / total_weight(softmax, SIZES)
+    inverse = 1.0 / softmax.total
     size = 0.0
     if SIZES.FIRST_ORDER:
-        spread = total_spread(softmax, SIZES) * inverse
+        spread = softmax.spread * inverse
         query = load_queries(query_row_ptr, tile, SIZES, True)
         size = matrix_size(tables, SIZES)
         query = times(query, size * spread / (1.0 + spread * size_of(query, SIZES)), SIZES)
@@ -327,7 +314,7 @@ def query_tiles(
         bias=memory.add((*shape, sizes.MOST), torch.float32),
         shown=memory.add((*shape, 2), torch.int32) if levels else given.shown,
         num_leaves=memory.add(shape, torch.int32),
-        refined=memory.add((*shape, sizes.PARENT_ROWS), torch.int32),
+        refined=memory.add((*shape, 2, sizes.PARENT_ROWS), torch.int32),
         level=memory.add((*shape, sizes.ROWS), torch.int8) if levels else None,
     )
     centre = precompute.centre
@@ -414,7 +401,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         BLOCK_D=64 if tiling.rest_dims else padded_dim,
         REST_D=tiling.rest_dims,
         PADDED_DIM=padded_dim,
-        VALUE_WIDTH=value_width(head_dim),
         MATRIX_SIDE=blocks_per_side(padded_dim),
         REFINES=refines.get(spec.num_refined, "some"),
         MEANS=spec.means,

@@ -40,12 +40,6 @@ def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[in
     return padded(head_dim, 16), padded(num_parents, 16), child_rows
 
 
-def value_width(head_dim: int) -> int:
-    """Columns of a row with D mean values; at least 8 more hold the share of keys."""
-    padded_dim = padded(head_dim, 16)
-    return padded_dim if head_dim < padded_dim else padded_dim + 16
-
-
 def pack(parents: Tensor, children: Tensor, *, scale: float, dtype: torch.dtype) -> StoredCodes:
     """Codewords around the median parent of their head, times scale log2(e), and their biases.
 

@@ -3,8 +3,8 @@
     M = scale sum_j (v_j - mean of its leaf) (k_j - mean of its leaf)^T / sum_j s_leaf(j)
 
 with the spreads s in units of the codes. A query that sees the spread r gains r / (1 + r size) M q.
-The sum over keys is that around the centre, which the sort adds up chunk by chunk, without the same
-for the means of leaves. The matrix is computed in at most 4 x 4 blocks.
+The sum over keys is that around the centre, which programs of the sort's launch add up chunk by
+chunk, without the same for the means of leaves. The matrix is computed in at most 4 x 4 blocks.
 
 Shapes: as in `precompute`.
 """
@@ -12,7 +12,7 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.rows import product
+from avq_diffusers.attention.triton.rows import load_keys, mean_parent, product
 
 # Below it, a sum over keys counts as zero.
 LEAST = tl.constexpr(1e-30)
@@ -24,6 +24,35 @@ ROWS = tl.constexpr(32)
 def blocks_per_side(padded_dim: int) -> int:
     """Blocks of a matrix along each of its sides."""
     return min(4, padded_dim // 16)
+
+
+# Values whose covariance with all dims of the keys one program sums.
+MOST_VALUES = tl.constexpr(64)
+
+
+@triton.jit
+def sum_covariance(head, value_ptr, value_stride, covariance_ptr, summed, index, SIZES, BLOCKS):
+    """Write a part of a chunk's sum of values times keys around the centre."""
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    VALUES: tl.constexpr = min(DIM, MOST_VALUES)
+    PARTS: tl.constexpr = DIM // VALUES
+    chunk = index // PARTS
+    values = index % PARTS * VALUES + tl.arange(0, VALUES)
+    is_value = (values < SIZES.HEAD_DIM)[None, :]
+    centre = mean_parent(head, SIZES, BLOCKS.PARENTS)
+    total = tl.zeros([VALUES, DIM], tl.float32)
+    stop = tl.minimum((chunk + 1) * summed.length, summed.num_keys)
+    for first in tl.range(chunk * summed.length, stop, BLOCKS.KEYS):
+        token = first + tl.arange(0, BLOCKS.KEYS)
+        is_key = token < stop
+        key = load_keys(head, token, is_key, SIZES)
+        offsets = (token.to(tl.int64) * value_stride * SIZES.ALIGN)[:, None] + values[None, :]
+        # Values beyond the last key are 0.
+        value = tl.load(value_ptr + offsets, mask=is_key[:, None] & is_value, other=0.0)
+        offset = (key.to(tl.float32) - centre[None, :]).to(key.dtype)
+        total = product(tl.trans(value), offset, total)
+    covariance_ptr += (head.batch_head * summed.number + chunk) * (DIM * DIM)
+    tl.store(covariance_ptr + values[:, None] * DIM + tl.arange(0, DIM)[None, :], total)
 
 
 @triton.jit
@@ -53,7 +82,7 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
         spread += counts * tl.load(tables.spread + row, mask=is_row, other=0.0)
         pointers = tables.codes + row[:, None] * DIM + dims[None, :]
         keys = tl.load(pointers, mask=is_row[:, None], other=0.0).to(tl.float32)
-        pointers = tables.mean_values + row[:, None] * SIZES.VALUE_WIDTH + values[None, :]
+        pointers = tables.mean_values + row[:, None] * DIM + values[None, :]
         mask = is_row[:, None] & (values < SIZES.HEAD_DIM)[None, :]
         mean_values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         weights = counts * (-1.0 / SIZES.FACTOR)

@@ -102,7 +102,7 @@ def _first_order_gradients(keys, cell, gradients, tables, centre_ptr, SIZES, SCA
     DIM: tl.constexpr = SIZES.PADDED_DIM
     strips = tl.arange(0, SIZES.MATRIX_SIDE)
     dims = tl.arange(0, DIM)
-    means, _ = load_values(tables, keys.row, keys.valid, SIZES)
+    means = load_values(tables, keys.row, keys.valid, SIZES)
     value_offset = keys.value.to(tl.float32) - means[0].to(tl.float32)
     value_offset = tl.where((dims < SIZES.HEAD_DIM)[None, :], value_offset, 0.0)
     offset = _offsets(keys, keys.row, tables, centre_ptr, SIZES)

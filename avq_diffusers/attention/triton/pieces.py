@@ -26,7 +26,6 @@ class CellSizes(NamedTuple):
     ROWS: tl.constexpr  # 2 MP + M0 CP rows of mean values
     NUM_CHUNKS: tl.constexpr  # most chunks of a head, a power of two
     PIECE: tl.constexpr
-    VALUE_WIDTH: tl.constexpr  # numbers in a row with mean values
     FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
     LEAVES: tl.constexpr  # whether the leaf of each key is stored
 

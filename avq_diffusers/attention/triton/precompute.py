@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avq_diffusers.attention.triton.aggregate import PiecePointers, aggregate_kernel
-from avq_diffusers.attention.triton.codewords import value_width
-from avq_diffusers.attention.triton.first_order import blocks_per_side
+from avq_diffusers.attention.triton.first_order import MOST_VALUES, blocks_per_side
 from avq_diffusers.attention.triton.launch import Launch, Memory, Pointer
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
@@ -44,8 +43,7 @@ class Precompute(NamedTuple):
 
     - `codes`: stored codewords, or mean keys (B, H, 2 MP + M0 CP, DP) around the centre, times
       scale log2(e).
-    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_width`. The numbers
-      after the first D are 1, the spread and zeros.
+    - `mean_values`: (B, H, 2 MP + M0 CP, DP), dtype of `codes`.
     - `counts`: (B, H, 2 MP + M0 CP) int32, number of keys; `log_counts`: float32, log2 of it.
     - `spread`: (B, H, 2 MP + M0 CP) float32, mean squared distance of the keys to their mean, in
       units of the codes, if means represent them.
@@ -84,6 +82,7 @@ def precompute_launches(
     block_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
     chunk_keys = -(-num_keys // (block_keys * tiling.num_chunks)) * block_keys
     chunks = Chunks(num_keys, chunk_keys, -(-num_keys // chunk_keys))
+    summed = _summed(problem, tiling)
     # Upper bound on the pieces of one head's keys.
     num_pieces = cells.PARENT_ROWS + num_keys // tiling.piece_keys
 
@@ -109,7 +108,7 @@ def precompute_launches(
     )
     tables = Tables(
         codes=part(cells.ROWS, dim, dtype=dtype) if means else given.stored_codes,
-        mean_values=part(cells.ROWS, cells.VALUE_WIDTH, dtype=dtype),
+        mean_values=part(cells.ROWS, dim, dtype=dtype),
         counts=part(cells.ROWS),
         log_counts=part(cells.ROWS, dtype=float32),
         spread=part(cells.ROWS, dtype=float32, when=means),
@@ -124,7 +123,7 @@ def precompute_launches(
         "centre_ptr": centre,
         "leaf_ptr": part(num_keys, when=cells.LEAVES),
         "piece_counts_ptr": pieces.piece_counts,
-        "covariance_ptr": part(tiling.num_chunks, dim, dim, dtype=float32, when=follows),
+        "covariance_ptr": part(summed.number, dim, dim, dtype=float32, when=follows),
         "source": ParentPointers(given.stored_codes, given.bias, given.parents, given.key_order),
         "sort": sort,
         "pieces": pieces,
@@ -133,15 +132,17 @@ def precompute_launches(
         "key_strides": problem.key.divided(sizes.ALIGN),
         "value_strides": problem.value.divided(sizes.ALIGN),
         "chunks": chunks,
+        "summed": summed,
         "num_pieces": num_pieces,
         "CELLS": cells,
     }
     of_sort = arguments | {"SIZES": sizes, "BLOCKS": _sort_blocks(problem, tiling, sizes)}
     of_pieces = arguments | {"SIZES": sizes, "KEYS": tiling.leaf_keys}
+    parts = -(-dim // MOST_VALUES.value) if follows else 0
     launches = [
         Launch(
             sort_kernel,
-            (num_heads, batch, chunks.number),
+            (num_heads, batch, chunks.number + parts * summed.number),
             of_sort,
             num_warps=tiling.sort_warps,
             num_stages=tiling.sort_stages,
@@ -174,6 +175,13 @@ def _sizes(problem: Problem) -> KeySizes:
     )
 
 
+def _summed(problem: Problem, tiling: PrecomputeTiling) -> Chunks:
+    """The chunks whose covariances are summed by one program each."""
+    num_keys = problem.key.shape[2]
+    length = -(-max(512, -(-num_keys // 16)) // tiling.sort_keys) * tiling.sort_keys
+    return Chunks(num_keys, length, -(-num_keys // length))
+
+
 def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> CellSizes:
     spec = problem.spec
     _, parent_rows, child_rows = problem.padded_sizes
@@ -186,7 +194,6 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         ROWS=2 * parent_rows + spec.num_parents * child_rows,
         NUM_CHUNKS=tiling.num_chunks,
         PIECE=tiling.piece_keys,
-        VALUE_WIDTH=value_width(problem.key.shape[3]),
         FACTOR=problem.scale * math.log2(math.e),
         LEAVES=has_leaves,
     )

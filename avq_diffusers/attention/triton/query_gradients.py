@@ -33,8 +33,6 @@ from avq_diffusers.attention.triton.softmax import (
     load_codes,
     load_values,
     logits_of,
-    total_spread,
-    total_weight,
 )
 from avq_diffusers.attention.triton.tile import (
     SQUARED_LN2,
@@ -119,7 +117,7 @@ def _grad_logits(tile, logits, values, products):
 def _add_codewords(tile, tables, rows, bias, valid, sums, SIZES):
     """Add rows of the tables to the gradients of queries."""
     codes = load_codes(tables, rows, valid, SIZES)
-    values, _ = load_values(tables, rows, valid, SIZES)
+    values = load_values(tables, rows, valid, SIZES)
     logits = logits_of(tile.query, codes, bias[None, :])
     products = tl.zeros(logits.shape, tl.float32)
     if SIZES.FIRST_ORDER:
@@ -206,7 +204,7 @@ def query_gradients_kernel(
     softmax = attend_tile(query, tile, seen, SIZES, BLOCKS)
     query = load_queries(rows, tile, SIZES, True)
     grad = load_queries(grad_rows, tile, SIZES)[0]
-    total = total_weight(softmax, SIZES)
+    total = softmax.total
     log_total = softmax.running_max + tl.log2(total)
     delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
 
@@ -214,7 +212,7 @@ def query_gradients_kernel(
     grad_query = tl.zeros(grad.shape, tl.float32)
     grad_seen = ()
     if SIZES.FIRST_ORDER:
-        spread = total_spread(softmax, SIZES) / total
+        spread = softmax.spread / total
         pulled = _pull(grad_rows, tile, tables, SIZES)
         grad_query, grad_of_seen, share = _first_order(query, pulled, spread, SIZES)
         delta += grad_of_seen * spread

@@ -188,7 +188,7 @@ def _write_rows(head, tables, gradients, first, SIZES, BLOCKS):
     row = first + tl.arange(0, BLOCKS.ROWS)
     valid = row < SIZES.ROWS
     codes = load_codes(tables, row, valid, SIZES)[0]
-    values, _ = load_values(tables, row, valid, SIZES)
+    values = load_values(tables, row, valid, SIZES)
     log_counts = tl.load(tables.log_counts + row, mask=valid, other=0.0)
     spread = tl.load(tables.spread + row, mask=valid, other=0.0)
     columns = Columns(row, valid, codes, values[0], log_counts, (spread,))

@@ -164,6 +164,16 @@ def load_parents(head, parents, SIZES):
 
 
 @triton.jit
+def mean_parent(head, SIZES, PARENTS):
+    """(DP) The mean of the parents, PARENTS at a time: the centre."""
+    centre = tl.zeros([SIZES.PADDED_DIM], tl.float32)
+    for first in tl.range(0, SIZES.PARENT_ROWS, PARENTS):
+        codes, _ = load_parents(head, first + tl.arange(0, PARENTS), SIZES)
+        centre += tl.sum(codes.to(tl.float32), axis=0)
+    return centre / SIZES.NUM_PARENTS
+
+
+@triton.jit
 def best_of_block(key, codes, bias, first_parent, LAST):
     """(KEYS, 8) best score among every eighth parent of a block, and that parent.
 

@@ -54,13 +54,16 @@ class ColumnPointers(NamedTuple):
     level: how each row is shown, for the backward pass; or None.
     """
 
-    # (B, H, T, MOST) int32 rows of the tables: codewords from the front; from the back, leaves
-    # whose keys are shown.
+    # (B, H, T, MOST) int32. From the front, rows of the tables whose codewords are shown; from the
+    # back, where the keys of a leaf start in the order of leaves, if they are shown.
     row: tl.tensor
-    bias: tl.tensor  # (B, H, T, MOST) float32, log2 of the number of keys of the codewords
+    # (B, H, T, MOST) float32. log2 of the number of keys of these codewords; from the back, how
+    # many keys these leaves have.
+    bias: tl.tensor
     shown: tl.tensor  # (B, H, T, 2) int32, numbers of codewords and of keys
     num_leaves: tl.tensor  # (B, H, T) int32, number of leaves whose keys are shown
-    refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents
+    # (B, H, T, 2 MP) int32 workspace, the refined parents, and where their children's keys start.
+    refined: tl.tensor
     level: tl.tensor  # (B, H, T, ROWS) int8, 1 for a codeword, 2 for keys, 0 if not shown
 
 
@@ -116,7 +119,7 @@ def _growth(x):
 
 
 @triton.jit
-def _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
+def _append(columns, counted, rows, has_keys, is_fine, counts, starts, SIZES, BLOCKS):
     """Add rows that hold keys to the columns, key by key where `is_fine`."""
     is_shown = has_keys & ~is_fine
     place = counted.codewords + tl.cumsum(is_shown.to(tl.int32), axis=0) - 1
@@ -128,8 +131,9 @@ def _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS):
     num_keys = counted.keys
     if SIZES.REFINES == "threshold":
         is_fine = is_fine & has_keys
-        place = num_leaves + tl.cumsum(is_fine.to(tl.int32), axis=0)
-        tl.store(columns.row + SIZES.MOST - place, rows, mask=is_fine)
+        place = SIZES.MOST - num_leaves - tl.cumsum(is_fine.to(tl.int32), axis=0)
+        tl.store(columns.row + place, starts, mask=is_fine)
+        tl.store(columns.bias + place, counts.to(tl.float32), mask=is_fine)
         num_leaves += tl.sum(is_fine.to(tl.int32), axis=0)
         num_keys += tl.sum(tl.where(is_fine, counts, 0), axis=0)
     if BLOCKS.LEVELS:
@@ -260,14 +264,18 @@ def _append_children(asked, tables, columns, counted, first, num_refined, thresh
     child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
     place = first + child // CHILD_ROWS
     valid = place < num_refined
-    parent = tl.load(columns.refined + place, mask=valid, other=0)
+    parent = tl.load(columns.refined + 2 * place, mask=valid, other=0)
     rows = 2 * SIZES.PARENT_ROWS + parent * CHILD_ROWS + child % CHILD_ROWS
     counts = tl.load(tables.counts + rows, mask=valid, other=0)
     is_fine = child < 0
+    starts = child
     if SIZES.REFINES == "threshold":
         masses = _masses(asked, tables, rows, valid, SIZES)
         is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
-    return _append(columns, counted, rows, counts > 0, is_fine, counts, SIZES, BLOCKS)
+        starts = tl.load(columns.refined + 2 * place + 1, mask=valid, other=0)
+        before = tl.cumsum(counts.reshape(BLOCKS.P, CHILD_ROWS), axis=1)
+        starts += before.reshape(BLOCKS.P * CHILD_ROWS) - counts
+    return _append(columns, counted, rows, counts > 0, is_fine, counts, starts, SIZES, BLOCKS)
 
 
 @triton.jit
@@ -277,23 +285,24 @@ def _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS):
     counted = Counted(0, 0, 0)
     parents = tl.arange(0, PARENT_ROWS)
     counts = tl.load(tables.counts + parents)
+    starts = tl.cumsum(counts, axis=0) - counts
     is_refined = _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS)
     is_shown = (counts > 0) & ~is_refined
     none = parents < 0
-    counted = _append(columns, counted, parents, is_shown, none, counts, SIZES, BLOCKS)
+    counted = _append(columns, counted, parents, is_shown, none, counts, starts, SIZES, BLOCKS)
     if SIZES.REFINES != "none":
         num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
         place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
-        tl.store(columns.refined + place, parents, mask=is_refined)
-
         rows = PARENT_ROWS + parents
         counts = tl.load(tables.counts + rows)
+        tl.store(columns.refined + 2 * place, parents, mask=is_refined)
+        tl.store(columns.refined + 2 * place + 1, starts + counts, mask=is_refined)
         has_keys = is_refined & (counts > 0)
         is_fine = none
         if SIZES.REFINES == "threshold":
             of_stays = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
             is_fine = _is_fine(of_stays, tables, rows, has_keys, counts, asked.size, threshold)
-        counted = _append(columns, counted, rows, has_keys, is_fine, counts, SIZES, BLOCKS)
+        counted = _append(columns, counted, rows, has_keys, is_fine, counts, starts, SIZES, BLOCKS)
 
         if SIZES.CHILD_ROWS > 0:
             # The loop reads what other threads of this program wrote.
@@ -323,7 +332,7 @@ def columns_of_tile(columns, tile, SIZES):
         columns.bias + tile.number * SIZES.MOST,
         columns.shown + tile.number * 2,
         columns.num_leaves + tile.number,
-        columns.refined + tile.number * SIZES.PARENT_ROWS,
+        columns.refined + tile.number * (2 * SIZES.PARENT_ROWS),
         columns.level + tile.number * SIZES.ROWS,
     )
 
@@ -358,6 +367,7 @@ def select_kernel(
     query_strides: Strides,
     sink_layout: TokenLayout,
     chunks: Chunks,
+    summed: Chunks,
     QUERY_STRIDE: tl.constexpr,
     SIZES: tl.constexpr,
     CELLS: tl.constexpr,
@@ -388,9 +398,9 @@ def select_kernel(
     index -= programs.pieces
     if SIZES.FIRST_ORDER and index < programs.matrix:
         SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
-        covariance_ptr += batch_head * (CELLS.NUM_CHUNKS * SIZE)
+        covariance_ptr += batch_head * summed.number * SIZE
         tables = head_of_tables(tables, batch_head, head, SIZES)
-        add_covariances(covariance_ptr, tables, chunks.number, index, SIZES, BLOCKS.SCALE)
+        add_covariances(covariance_ptr, tables, summed.number, index, SIZES, BLOCKS.SCALE)
         return
     index -= programs.matrix
 

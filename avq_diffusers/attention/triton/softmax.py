@@ -39,7 +39,6 @@ class TileSizes(NamedTuple):
     BLOCK_D: tl.constexpr
     REST_D: tl.constexpr
     PADDED_DIM: tl.constexpr
-    VALUE_WIDTH: tl.constexpr
     MATRIX_SIDE: tl.constexpr
     REFINES: tl.constexpr
     MEANS: tl.constexpr  # mean keys represent the keys, else stored codewords
@@ -57,10 +56,8 @@ class Softmax(NamedTuple):
     running_max: tl.tensor  # (BLOCK_N,)
     # Weights times mean values, (BLOCK_N, BLOCK_D) and with a second block (BLOCK_N, REST_D).
     numerator: tl.tuple
-    # Weights of codewords times 1 and spread, (BLOCK_N, 8); zero where padding dims of the
-    # numerator hold these sums.
-    numbers: tl.tensor
-    of_keys: tl.tensor  # (BLOCK_N,) weights of keys
+    total: tl.tensor  # (BLOCK_N,) weights
+    spread: tl.tensor  # (BLOCK_N,) weights of codewords times their spreads
 
 
 @triton.jit
@@ -89,13 +86,8 @@ def load_codes(tables, rows, valid, SIZES):
 
 @triton.jit
 def load_values(tables, rows, valid, SIZES):
-    """Mean values of some rows, and 8 numbers: 1, the spread and zeros."""
-    STRIDE: tl.constexpr = SIZES.VALUE_WIDTH
-    values = _load_blocks(tables.mean_values, rows, valid, STRIDE, SIZES)
-    numbers = ()
-    if SIZES.VALUE_WIDTH != SIZES.PADDED_DIM:
-        numbers += (load_dims(tables.mean_values + SIZES.HEAD_DIM, rows, valid, STRIDE, 8),)
-    return values, numbers
+    """Mean values of some rows."""
+    return _load_blocks(tables.mean_values, rows, valid, SIZES.PADDED_DIM, SIZES)
 
 
 @triton.jit
@@ -115,70 +107,42 @@ def empty_softmax(BLOCK_N, SIZES):
     if SIZES.REST_D > 0:
         numerator += (tl.zeros([BLOCK_N, SIZES.REST_D], tl.float32),)
     running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-    return Softmax(
-        running_max,
-        numerator,
-        tl.zeros([BLOCK_N, 8], tl.float32),
-        tl.zeros([BLOCK_N], tl.float32),
-    )
+    zeros = tl.zeros([BLOCK_N], tl.float32)
+    return Softmax(running_max, numerator, zeros, zeros)
 
 
 @triton.jit
 def weigh(softmax, logits):
-    """Weights of logits (BLOCK_N, columns), and the softmax to add them to."""
+    """Weights of logits (BLOCK_N, columns), and the softmax with them in its total."""
     running_max = tl.maximum(softmax.running_max, tl.max(logits, axis=1))
     factor = tl.exp2(softmax.running_max - running_max)
     numerator = (softmax.numerator[0] * factor[:, None],)
     if len(softmax.numerator) > 1:
         numerator += (softmax.numerator[1] * factor[:, None],)
-    numbers = softmax.numbers * factor[:, None]
-    rescaled = Softmax(running_max, numerator, numbers, softmax.of_keys * factor)
-    return tl.exp2(logits - running_max[:, None]), rescaled
+    weights = tl.exp2(logits - running_max[:, None])
+    total = softmax.total * factor + tl.sum(weights, axis=1)
+    return weights, Softmax(running_max, numerator, total, softmax.spread * factor)
 
 
 @triton.jit
-def accumulate(softmax, weights, values, numbers, SIZES):
-    """Add weights (BLOCK_N, columns) times values, and times their numbers if there are any."""
+def accumulate(softmax, weights, values):
+    """Add weights (BLOCK_N, columns) times values to the numerator."""
     weights = weights.to(values[0].dtype)
-    sums = softmax.numbers
-    if len(numbers) > 0:
-        sums = product(weights, numbers[0], sums)
     numerator = (product(weights, values[0], softmax.numerator[0]),)
     if len(values) > 1:
         numerator += (product(weights, values[1], softmax.numerator[1]),)
-    return Softmax(softmax.running_max, numerator, sums, softmax.of_keys)
+    return Softmax(softmax.running_max, numerator, softmax.total, softmax.spread)
 
 
 @triton.jit
 def attend_codewords(query, tables, rows, bias, valid, softmax, SIZES):
     """Add rows of the tables to a softmax, with a bias of their logits."""
     codes = load_codes(tables, rows, valid, SIZES)
-    values, numbers = load_values(tables, rows, valid, SIZES)
+    values = load_values(tables, rows, valid, SIZES)
     weights, softmax = weigh(softmax, logits_of(query, codes, bias[None, :]))
-    return accumulate(softmax, weights, values, numbers, SIZES)
-
-
-@triton.jit
-def _number(softmax, PLACE, SIZES):
-    """(BLOCK_N) The sum of weights times the number at a place after the mean values."""
-    if SIZES.VALUE_WIDTH == SIZES.PADDED_DIM:
-        # The last block holds the padding dims.
-        sums = softmax.numerator[-1]
-        FIRST: tl.constexpr = SIZES.BLOCK_D if len(softmax.numerator) > 1 else 0
-        place = FIRST + tl.arange(0, sums.shape[1]) - SIZES.HEAD_DIM
-    else:
-        sums = softmax.numbers
-        place = tl.arange(0, 8)
-    return tl.sum(tl.where((place == PLACE)[None, :], sums, 0.0), axis=1)
-
-
-@triton.jit
-def total_weight(softmax, SIZES):
-    """Sum of the weights, (BLOCK_N)."""
-    return _number(softmax, 0, SIZES) + softmax.of_keys
-
-
-@triton.jit
-def total_spread(softmax, SIZES):
-    """Sum of weights times spreads, (BLOCK_N)."""
-    return _number(softmax, 1, SIZES)
+    softmax = accumulate(softmax, weights, values)
+    spread = softmax.spread
+    if SIZES.FIRST_ORDER:
+        of_rows = tl.load(tables.spread + rows, mask=valid, other=0.0)
+        spread += tl.sum(weights * of_rows[None, :], axis=1)
+    return Softmax(softmax.running_max, softmax.numerator, softmax.total, spread)

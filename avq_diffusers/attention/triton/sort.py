@@ -1,5 +1,7 @@
 """Sort kernel: each key's nearest parent, and each chunk's keys in the order of parents.
 
+With a first-order term, some programs of the launch sum its covariance instead.
+
 Shapes: as in `precompute`.
 """
 
@@ -8,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.triton.first_order import sum_covariance
 from avq_diffusers.attention.triton.pieces import Chunks
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import (
@@ -18,9 +21,8 @@ from avq_diffusers.attention.triton.rows import (
     head_of_program,
     head_start,
     load_parents,
-    load_rows,
+    mean_parent,
     origin_of,
-    product,
 )
 
 
@@ -82,21 +84,6 @@ def _resident_parents(head, SIZES, BLOCKS):
 
 
 @triton.jit
-def _mean_parent(head, codes, SIZES, BLOCKS):
-    """(DP) The mean of the parents."""
-    centre = tl.zeros([SIZES.PADDED_DIM], tl.float32)
-    if BLOCKS.RESIDENT:
-        for block in tl.static_range(SIZES.PARENT_ROWS // BLOCKS.PARENTS):
-            centre += tl.sum(codes[block].to(tl.float32), axis=0)
-    else:
-        for first in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.PARENTS):
-            parents = first + tl.arange(0, BLOCKS.PARENTS)
-            block_codes, _ = load_parents(head, parents, SIZES)
-            centre += tl.sum(block_codes.to(tl.float32), axis=0)
-    return centre / SIZES.NUM_PARENTS
-
-
-@triton.jit
 def _best_of_resident(key, codes, biases, SIZES, BLOCKS):
     """`best_of_block` over all parents, with resident codes."""
     if SIZES.PARENT_ROWS == BLOCKS.PARENTS:
@@ -114,12 +101,8 @@ def _best_of_resident(key, codes, biases, SIZES, BLOCKS):
 
 
 @triton.jit
-def _find_parents(head, chunk, codes, biases, value_ptr, value_stride, centre, at, SIZES, BLOCKS):
-    """Write the parent of each key to `rank`, and its squared distance with mean keys.
-
-    Returns the sum of values times keys around the `centre`, (DP, DP); nothing without a
-    first-order term.
-    """
+def _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS):
+    """Write the parent of each key to `rank`, and its squared distance with mean keys."""
     rows = tl.arange(0, BLOCKS.KEYS)
     dims = tl.arange(0, SIZES.PADDED_DIM)
     stride = head.stride.to(tl.int64) * SIZES.ALIGN
@@ -128,9 +111,6 @@ def _find_parents(head, chunk, codes, biases, value_ptr, value_stride, centre, a
     offsets = rows[:, None] * stride.to(tl.int32) + dims[None, :]
     if SIZES.MEANS:
         origin = origin_of(head, SIZES)
-    covariance = ()
-    if BLOCKS.FIRST_ORDER:
-        covariance += (tl.zeros([SIZES.PADDED_DIM, SIZES.PADDED_DIM], tl.float32),)
     for block in tl.range(0, chunk.length, BLOCKS.KEYS):
         # (KEYS, DP)
         is_key = block + rows < chunk.length
@@ -140,12 +120,6 @@ def _find_parents(head, chunk, codes, biases, value_ptr, value_stride, centre, a
             distance = key.to(tl.float32) - origin[None, :]
             square = tl.sum(distance * distance, axis=1)
             tl.store(at.square + block + rows, square, mask=is_key)
-        if BLOCKS.FIRST_ORDER:
-            # Values beyond the last key are 0.
-            token = chunk.first + block + rows
-            value = load_rows(value_ptr, token, value_stride, SIZES.ALIGN, is_key, SIZES)
-            offset = (key.to(tl.float32) - centre[None, :]).to(key.dtype)
-            covariance = (product(tl.trans(value), offset, covariance[0]),)
 
         # (KEYS, 8)
         if BLOCKS.RESIDENT:
@@ -154,7 +128,6 @@ def _find_parents(head, chunk, codes, biases, value_ptr, value_stride, centre, a
             best, parent = best_of_blocks(key, head, SIZES, BLOCKS.PARENTS)
         _, parent = first_maximum(best, parent, SIZES.PARENT_ROWS - 1)
         tl.store(at.rank + block + rows, parent, mask=is_key)
-    return covariance
 
 
 @triton.jit
@@ -261,42 +234,41 @@ def sort_kernel(
     key_strides: Strides,
     value_strides: Strides,
     chunks: Chunks,
+    summed: Chunks,
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Sort one chunk of one head's keys by their nearest parent.
+    """Sort one chunk of one head's keys by their nearest parent, or sum a part of its covariance.
 
     Three passes over the chunk: find the parents, rank each key among its parent's keys, write the
     order. Ranking works on strips of the chunk, 32 keys of each at a time.
 
     centre: (B, H, DP) float32, the mean of the parents, written unless they are stored.
-    covariance: (B, H, NUM_CHUNKS, DP, DP) float32, sum of values times keys around the centre.
+    covariance: (B, H, chunks, DP, DP) float32, sums over the keys of chunks `summed`.
     """
     head = head_of_program(key_ptr, source, key_strides, chunks.num_keys, SIZES)
     index = tl.program_id(2)
+    if BLOCKS.FIRST_ORDER and index >= chunks.number:
+        value_ptr += head_start(value_strides, head.batch, head.head, SIZES.ALIGN)
+        sum_covariance(
+            head,
+            value_ptr,
+            value_strides.token,
+            covariance_ptr,
+            summed,
+            index - chunks.number,
+            SIZES,
+            BLOCKS,
+        )
+        return
     chunk, at = _at_chunk(sort, head, chunks, index, SIZES, BLOCKS)
 
     codes, biases = _resident_parents(head, SIZES, BLOCKS)
-    dims = tl.arange(0, SIZES.PADDED_DIM)
-    centre = ()
-    if not SIZES.STORED:
-        centre = _mean_parent(head, codes, SIZES, BLOCKS)
-        tl.store(
-            centre_ptr + head.batch_head * SIZES.PADDED_DIM + dims,
-            centre,
-            mask=(dims >= 0) & (index == 0),
-        )
-
-    value_ptr += head_start(value_strides, head.batch, head.head, SIZES.ALIGN)
-    covariance = _find_parents(
-        head, chunk, codes, biases, value_ptr, value_strides.token, centre, at, SIZES, BLOCKS
-    )
-    if BLOCKS.FIRST_ORDER:
-        first = (head.batch_head * BLOCKS.NUM_CHUNKS + index) * (
-            SIZES.PADDED_DIM * SIZES.PADDED_DIM
-        )
-        numbers = dims[:, None] * SIZES.PADDED_DIM + dims[None, :]
-        tl.store(covariance_ptr + first + numbers, covariance[0])
+    if index == 0 and not SIZES.STORED:
+        dims = tl.arange(0, SIZES.PADDED_DIM)
+        centre = mean_parent(head, SIZES, BLOCKS.PARENTS)
+        tl.store(centre_ptr + head.batch_head * SIZES.PADDED_DIM + dims, centre)
+    _find_parents(head, chunk, codes, biases, at, SIZES, BLOCKS)
     start = _rank(chunk, at, SIZES, BLOCKS)
     all_parents = tl.arange(0, SIZES.PARENT_ROWS)
     tl.store(at.start + all_parents * BLOCKS.NUM_CHUNKS, start)

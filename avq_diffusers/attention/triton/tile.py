@@ -78,7 +78,7 @@ def head_of_tables(tables, batch_head, head, SIZES):
     row = batch_head * SIZES.ROWS
     return Tables(
         tables.codes + code_head * (SIZES.CODE_ROWS * SIZES.PADDED_DIM),
-        tables.mean_values + row * SIZES.VALUE_WIDTH,
+        tables.mean_values + row * SIZES.PADDED_DIM,
         tables.counts + row,
         tables.log_counts + row,
         tables.spread + row,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.softmax import Softmax, accumulate, logits_of, weigh
+from avq_diffusers.attention.triton.softmax import accumulate, logits_of, weigh
 
 
 class TokenPointers(NamedTuple):
@@ -97,6 +97,4 @@ def attend_tokens(query, of_centre, tokens, token, valid, softmax, SIZES):
     logits = token_logits(query, of_centre, tokens, token, valid, SIZES)
     values = load_tokens(tokens.value, token, tokens.value_stride, valid, SIZES)
     weights, softmax = weigh(softmax, logits)
-    softmax = accumulate(softmax, weights, values, (), SIZES)
-    of_keys = softmax.of_keys + tl.sum(weights, axis=1)
-    return Softmax(softmax.running_max, softmax.numerator, softmax.numbers, of_keys)
+    return accumulate(softmax, weights, values)

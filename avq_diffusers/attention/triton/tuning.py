@@ -57,8 +57,8 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
         return replace(tiling, num_stages=2, codewords=64, keys=64, max_registers=128)
     if head_dim < 96:
         num_warps = -(-tile_rows // 32)
-        return replace(tiling, num_warps=num_warps, num_stages=2, keys=16, rest_dims=32)
-    return replace(tiling, num_stages=3)
+        return replace(tiling, num_warps=num_warps, num_stages=2, rest_dims=32)
+    return replace(tiling, num_stages=3, codewords=64, keys=64)
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,6 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
         tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
     elif means:
         tiling = replace(tiling, piece_keys=min(tiling.piece_keys, 1024))
-    if padded_dim > 64 and problem.has_first_order and problem.instructions == "mma":
-        # The covariance fills the registers.
-        tiling = replace(tiling, sort_warps=8, sort_keys=32)
     if problem.dtype == torch.float32:
         return replace(
             tiling,

@@ -14,8 +14,9 @@ from .layers import (
     entrance_of,
     own_name,
 )
+from .ranks import Ranks, agreed
 from .reading import read_once
-from .routing import check_route, device_name, kept_milliseconds
+from .routing import check_route, device_name, is_recorded, kept_milliseconds
 from .schedules import (
     EXACT,
     Plan,
@@ -89,6 +90,7 @@ __all__ = [
     "Others",
     "PerThread",
     "Plan",
+    "Ranks",
     "Replaced",
     "Schedule",
     "SpecSchedule",
@@ -97,6 +99,7 @@ __all__ = [
     "Timesteps",
     "Tokens",
     "Watch",
+    "agreed",
     "all_or_nothing",
     "are_training_timesteps",
     "as_attended",
@@ -115,6 +118,7 @@ __all__ = [
     "entrance_of",
     "install",
     "installed",
+    "is_recorded",
     "kept_milliseconds",
     "lacks_memory",
     "make_states",

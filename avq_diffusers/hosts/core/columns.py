@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.config import Spec
+from avq_diffusers.hosts.core.ranks import Ranks, agreed
 from avq_diffusers.hosts.core.routing import next_power_of_two
 
 USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
@@ -39,7 +40,7 @@ class Needed:
     Attributes:
         kind: options and number of tokens.
         columns: codewords and keys of a query tile, on average, at the last reading.
-        num_calls: calls so far.
+        num_calls: earlier calls, counted as the next one begins.
         num_read: how many there were at the last reading.
     """
 
@@ -48,8 +49,19 @@ class Needed:
     num_calls: int = 0
     num_read: int = 0
 
-    def read(self, shown: Tensor) -> None:
-        """Read `Attended.shown` of the last call, if it was the first or they doubled since."""
+    def count(self, shown: Tensor | None, ranks: Ranks | None) -> None:
+        """Count a call, and read its columns if it was the first or they doubled since.
+
+        Args:
+            shown: `Attended.shown` of the last AVQ call; None if there was none.
+            ranks: the ranks that run the layer together.
+        """
+        self.num_calls += 1
         if self.num_calls >= max(1, 2 * self.num_read):
-            self.columns = math.ceil(shown.sum(dim=-1, dtype=torch.float32).mean().item())
+            self.columns = agreed(ranks, lambda: self._columns_of(shown))
             self.num_read = self.num_calls
+
+    def _columns_of(self, shown: Tensor | None) -> int:
+        if shown is None:
+            return self.columns
+        return math.ceil(shown.sum(dim=-1, dtype=torch.float32).mean().item())

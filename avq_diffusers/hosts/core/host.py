@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core.checkpointing import keep_calls
 from avq_diffusers.hosts.core.layers import Layer, Replaced, default_config
+from avq_diffusers.hosts.core.ranks import Ranks
 from avq_diffusers.hosts.core.state import LayerState, Tokens
 from avq_diffusers.hosts.core.timesteps import TIMESTEP, TimestepArgument, Timesteps
 
@@ -78,6 +79,10 @@ class Host(ABC):
             ValueError: the message says what to do.
         """
 
+    def ranks(self, model: nn.Module) -> Ranks | None:
+        """The ranks that run a model together; None if it runs in one process."""
+        return None
+
     @abstractmethod
     def attention_of(self, attn: Any) -> Any:
         """What computes a layer's attention now, for `restore`."""
@@ -129,6 +134,11 @@ class Hosted(NamedTuple):
     model: Any
     entrance: nn.Module
     prefix: str
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that run it together; None if it runs in one process."""
+        return self.host.ranks(self.model)
 
     @property
     def states(self) -> dict[Layer, LayerState]:

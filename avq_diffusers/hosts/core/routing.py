@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from avq_diffusers.config import Spec, check_int
 from avq_diffusers.files import atomic_write
+from avq_diffusers.hosts.core.ranks import Ranks, agreed
 
 ROUTES = ("fastest", "always")
 NEVER = 2**31
@@ -148,6 +149,7 @@ class LayerRoute:
     Attributes:
         route: as in `apply_avq`.
         break_even: the break-evens learned so far, by device and workload.
+        agreed: those that several ranks have in common.
         chosen_at: the number of tokens at which a tolerance measured and chose AVQ; no break-even
             is learned then.
     """
@@ -155,6 +157,7 @@ class LayerRoute:
     def __init__(self, route: str | int) -> None:
         self.route = route
         self.break_even: dict[tuple[torch.device, Workload], BreakEven] = {}
+        self.agreed: dict[tuple[torch.device, Workload], BreakEven] = {}
         self.chosen_at: int | None = None
 
     @property
@@ -172,27 +175,34 @@ class LayerRoute:
         return is_open and (device.type in MEASURED or bool(self.break_even))
 
     def learn(
-        self, workload: Workload, device: torch.device, trial: Trial | None = None
+        self,
+        workload: Workload,
+        device: torch.device,
+        trial: Trial | None = None,
+        ranks: Ranks | None = None,
     ) -> BreakEven | None:
         """From how many tokens on AVQ is faster; None if that is unknown, or the route not open.
 
         If it is unknown for the trial's number of tokens, measure it, unless a CUDA graph is being
-        captured or something watches the operations.
+        captured or something watches the operations. The first of several ranks measures for all.
         """
         if not self.is_open(device):
             return None
-        learned = self.break_even.get((device, workload))
+        known = self.break_even if ranks is None else self.agreed
+        learned = known.get((device, workload))
         if torch.compiler.is_compiling() or device.type not in MEASURED:
             return learned
         if learned is not None and (trial is None or not learned.unknown(trial.num_tokens)):
             return learned
         found: BreakEven | None
         if trial is not None and not is_recorded(device):
-            found = break_even(workload, device, trial)
-        else:
+            found = agreed(ranks, partial(break_even, workload, device, trial))
+        elif ranks is None:
             found = known_break_even(workload, device)
+        else:
+            return learned  # no other rank may be asking
         if found is not None:
-            self.break_even[device, workload] = found
+            known[device, workload] = found
         return found
 
 

@@ -21,6 +21,7 @@ from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
 from avq_diffusers.hosts.core.columns import Needed, with_columns
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec, Replaced
+from avq_diffusers.hosts.core.ranks import Joined, Ranks, joined_order
 from avq_diffusers.hosts.core.routing import (
     NEVER_FASTER,
     BreakEven,
@@ -55,6 +56,7 @@ class Tokens(NamedTuple):
         grid: the grid of the image or video.
         beside: number of tokens beside the grid, or `REST`, by module of the model.
         beside_first: whether these come before the grid.
+        ranks: the ranks that run the model together; None if it runs in one process.
     """
 
     hidden_states: Tensor
@@ -62,6 +64,7 @@ class Tokens(NamedTuple):
     grid: Grid
     beside: Mapping[str, int] = {}
     beside_first: bool = False
+    ranks: Ranks | None = None
 
 
 class Call(NamedTuple):
@@ -76,6 +79,8 @@ class Call(NamedTuple):
         beside_first: whether these come before the grid.
         break_even: the numbers of tokens from which AVQ is faster; None if AVQ runs whatever they
             are.
+        ranks: the ranks that run the model together; None if it runs in one process.
+        joined: the order of the tokens in attention, if it is not that of one process.
     """
 
     query_order: Tensor | None
@@ -85,6 +90,8 @@ class Call(NamedTuple):
     num_beside: int = 0
     beside_first: bool = False
     break_even: BreakEven | None = None
+    ranks: Ranks | None = None
+    joined: Joined | None = None
 
 
 class PerThread(Generic[Value]):
@@ -196,8 +203,8 @@ class LayerState(Replaced):
 
     def enter(self, tokens: Tokens, exact_because: str | None, num_beside: int = 0) -> None:
         """Begin a call on a grid's tokens, with `num_beside` others beside them."""
-        hidden_states, dtype, grid, _, beside_first = tokens
-        device, order = hidden_states.device, None
+        hidden_states, dtype, grid, _, beside_first, ranks = tokens
+        device, order, joined = hidden_states.device, None, None
         if isinstance(grid, str):
             exact_because = exact_because or grid
         else:
@@ -205,13 +212,26 @@ class LayerState(Replaced):
             *frames, height, width = grid
             order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
             self.last_order = order
+            # All tokens of a packed sequence (`REST`) are one tensor, whose shards are in order.
+            if ranks is not None and ranks.has_shards and num_beside > 0:
+                sizes = num_beside, prod(grid)
+                joined = joined_order(*sizes, beside_first, ranks.degree, device)
         spec = self.spec.get()
         if spec is None:
             exact_because = SCHEDULED
         if not self.enabled:
             exact_because = DISABLED
         chosen = spec or self.config.spec
-        call = Call(order, chosen, exact_because, _backward(), num_beside, beside_first)
+        call = Call(
+            order,
+            chosen,
+            exact_because,
+            _backward(),
+            num_beside,
+            beside_first,
+            ranks=ranks,
+            joined=joined,
+        )
         self.call.set(call)
         self.weights.move_to(device, dtype)
         if exact_because is None and self.route.is_open(device):
@@ -310,14 +330,15 @@ class LayerState(Replaced):
             if self.needed.kind != kind:
                 self.needed = Needed(kind)
                 return None
-            if self.shown is not None and not is_recorded(device):
-                self.needed.read(self.shown)
+            # All ranks count alike, also where one of them runs exact attention.
+            if (self.shown is not None or call.ranks is not None) and not is_recorded(device):
+                self.needed.count(self.shown, call.ranks)
         batch = int(hidden_states.shape[0])
-        workload = self.workload(batch, hidden_states.dtype, device, call.spec)
+        workload = self.workload(batch, hidden_states.dtype, device, call.spec, call.ranks)
         if workload.columns >= num_tokens:
             return NEVER_FASTER
         trial = None if is_compiled else self._trial(call, workload, batch)
-        return self.route.learn(workload, device, trial)
+        return self.route.learn(workload, device, trial, call.ranks)
 
     def _trial(self, call: Call, workload: Workload, batch: int) -> Trial | None:
         """A trial of the workload; None if the call cannot run AVQ, or has unusual settings."""
@@ -328,7 +349,7 @@ class LayerState(Replaced):
             return None
         # Kernels are the same for one token as for all that a layer's sequence may have.
         num_beside = 1 if call.num_beside == REST else call.num_beside
-        shape = batch, num_tokens + num_beside, self.num_heads, self.head_dim
+        shape = batch, num_tokens + num_beside, self._num_heads_in(call.ranks), self.head_dim
         attend = partial(self._attended, call._replace(spec=workload.spec))
         return Trial(attend, shape, num_tokens, workload.num_keys)
 
@@ -337,15 +358,24 @@ class LayerState(Replaced):
         is_own = self.function is None and self.weights.codebook is None
         return not is_own or num_tokens >= spec.least_keys
 
+    def _num_heads_in(self, ranks: Ranks | None) -> int:
+        """Number of heads that a rank attends with."""
+        return self.num_heads if ranks is None else -(-self.num_heads // ranks.degree)
+
     def workload(
-        self, batch: int, dtype: torch.dtype, device: torch.device, spec: Spec
+        self,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        spec: Spec,
+        ranks: Ranks | None = None,
     ) -> Workload:
         """The workload for a batch of tokens; with a threshold, that of the columns needed."""
         num_keys = 0
         if spec.threshold is not None:
             spec, num_keys = with_columns(spec, self.needed.columns)
         return Workload(
-            batch_heads=next_power_of_two(batch * self.num_heads),
+            batch_heads=next_power_of_two(batch * self._num_heads_in(ranks)),
             head_dim=self.head_dim,
             spec=spec,
             dtype=_autocast_dtype(device.type) or dtype,
@@ -376,7 +406,6 @@ class LayerState(Replaced):
             self.last_backend = attended.backend
             if not is_recorded(query.device):
                 self.shown = attended.shown
-                self.needed.num_calls += 1
         return attended.output
 
     def _attended(

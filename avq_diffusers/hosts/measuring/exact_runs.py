@@ -48,6 +48,7 @@ class ExactRuns:
             arguments: as in `measure_error`.
 
     Attributes:
+        ranks: the ranks that run the model together; None if it runs in one process.
         position: where they are.
         numbers: the calls so far, by part of the denoising.
     """
@@ -70,6 +71,7 @@ class ExactRuns:
         self.shown, self.progress_name = progress, progress_name
         self.models = models_of(pipe)
         self.host = self.models[0].host
+        self.ranks = self.models[0].ranks
         self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         check_int("num_inference_steps", num_inference_steps, 1, NUM_TRAIN_TIMESTEPS)
@@ -128,7 +130,8 @@ class ExactRuns:
 
     def progress_over(self, runs: Sequence[Sequence[int]], name: str) -> Progress:
         """The progress of the runs to follow, by this name if none is given."""
-        self.progress = Progress(self.progress_name or name, runs, self.shown)
+        shown = self.shown if self.ranks is None or self.ranks.is_first else False
+        self.progress = Progress(self.progress_name or name, runs, shown)
         return self.progress
 
     def follow(self, visit: Visit, *, first_run: int = 0) -> dict[Hosted, list[MeasuredLayer]]:

@@ -65,7 +65,10 @@ class KeptProfile:
                 if isinstance(part, nn.Module)
             ]
             sampler = type(scheduler).__qualname__, noise
-            self.name = _digest([repr(config), _device(pipe, models), given, sampler, modules])
+            ranks = [str(hosted.ranks) for hosted in models]
+            self.name = _digest(
+                [repr(config), _device(pipe, models), ranks, given, sampler, modules]
+            )
 
     def load(self, examples: Any = None) -> ErrorProfile | None:
         """The profile measured on these examples, or without examples the model's latest one.

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.core import AVQ_CALL, Hosted, at_timestep
+from avq_diffusers.hosts.core import AVQ_CALL, Hosted, agreed, at_timestep
 from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, Choice
 from avq_diffusers.hosts.measuring.exact_runs import ExactRuns
 from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Repeat
@@ -91,7 +91,8 @@ def measure_error(
     )
     probing = runs.planned()
     with runs.progress_over(probing + runs.planned(1), "measuring layers").open():
-        profile = _single_layers(runs)
+        single = _single_layers(runs)
+        profile = agreed(runs.ranks, lambda: single)  # times differ between ranks
         checked = profile.within(CHECKED)
         (errors,) = _errors_of(runs, [checked.choices], len(probing))
     measured = {}

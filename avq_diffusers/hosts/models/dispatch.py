@@ -4,6 +4,9 @@ Processors on the attention dispatch get a backend. It is registered when AVQ is
 only on the processors of the chosen layers, and leaves the process's default alone. Others call
 `scaled_dot_product_attention`, which a PyTorch mode intercepts inside the layer. Both only see
 tensors: a hook before each layer records whose call it is, so one backend serves all layers.
+
+Under Ulysses context parallelism the backend is the operator of diffusers' own function, which
+exchanges tokens for heads: AVQ gets all tokens of some heads.
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
+    _templated_context_parallel_attention,
     dispatch_attention_fn,
 )
 from diffusers.models.attention_processor import (
@@ -41,6 +45,7 @@ from avq_diffusers.hosts.core import (
     Other,
     Others,
     PerThread,
+    Ranks,
     Replaced,
     TimestepArgument,
     Tokens,
@@ -51,6 +56,7 @@ from avq_diffusers.hosts.core import (
 )
 from avq_diffusers.hosts.models.grids import READS_THE_GRID, Family, family_of
 from avq_diffusers.hosts.models.masks import Group, joint_attention, masked_attention, read_groups
+from avq_diffusers.hosts.models.parallel import RING, is_ulysses, ranks_of, share_verdict
 from avq_diffusers.hosts.models.unet import level_of
 
 # Names of a block's self-attention and joint attention; cross-attention is named differently.
@@ -139,10 +145,22 @@ def _avq_attention(
 ) -> Tensor:
     """What the dispatch calls, with tensors (B, N, H, D)."""
     is_plain = not (dropout_p or is_causal or enable_gqa)
-    output = _attend(query, key, value, attn_mask, scale, is_plain, _parallel_config)
+    state = _present.get()
+    if state is not None and is_plain and is_ulysses(_parallel_config):
+        # Exact attention, too: the ranks exchange tokens alike, whatever each of them runs.
+        return _templated_context_parallel_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            scale=scale,
+            forward_op=_ulysses_forward,
+            backward_op=_ulysses_backward,
+            _parallel_config=_parallel_config,
+        )
+    output = _attend(query, key, value, attn_mask, scale, is_plain)
     if output is not None:
         return output
-    state = _present.get()
     return dispatch_attention_fn(
         query,
         key,
@@ -155,6 +173,42 @@ def _avq_attention(
         backend=None if state is None else state.previous.backend,
         parallel_config=_parallel_config,
     )
+
+
+def _ulysses_forward(
+    ctx: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    *others: Any,
+    _save_ctx: bool,
+    **options: Any,
+) -> Tensor:
+    """Attention of this rank's heads for all tokens."""
+    if _save_ctx:
+        state = _present.get()
+        assert state is not None
+        ctx.save_for_backward(query, key, value)
+        ctx.rerun = state, state.call.get(), attn_mask, scale
+    return _avq_attention(query, key, value, attn_mask, scale=scale)
+
+
+def _ulysses_backward(ctx: Any, grad_output: Tensor, *others: Any, **options: Any) -> Any:
+    """Recompute the attention and return the gradients to query, key and value."""
+    state, call, attn_mask, scale = ctx.rerun
+    tokens = query, key, value = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+    present = _present.get()
+    _present.set(state)
+    try:
+        with torch.enable_grad(), state.recomputing(call):
+            output = _avq_attention(query, key, value, attn_mask, scale=scale)
+        return torch.autograd.grad(output, tokens, grad_output)
+    finally:
+        _present.set(present)
 
 
 class _InPlaceOfTorch(TorchFunctionMode):
@@ -183,7 +237,7 @@ def _avq_in_place_of_torch(
     """AVQ for tensors (B, H, N, D); None if the call runs exact attention."""
     is_plain = not (dropout_p or is_causal or enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    output = _attend(query, key, value, attn_mask, scale, is_plain, None)
+    output = _attend(query, key, value, attn_mask, scale, is_plain)
     return None if output is None else output.transpose(1, 2)
 
 
@@ -194,7 +248,6 @@ def _attend(
     mask: Any,
     scale: float | None,
     is_plain: bool,
-    parallel_config: Any,
 ) -> Tensor | None:
     """AVQ for the current layer's call, (B, N, H, D); None if it runs exact attention."""
     state = _present.get()
@@ -202,8 +255,13 @@ def _attend(
         return None
     if not torch.compiler.is_compiling():
         _attended.set(True)
-    grid = _grid(state, key)
-    reason = _exact_because(state, query, key, grid, is_plain, parallel_config)
+    grid, call = _grid(state, key), state.call.get()
+    joined = None if call is None else call.joined
+    reason = _exact_because(state, query, key, grid, is_plain)
+    if reason is None and joined is not None:
+        query, key, value = (x[:, joined.indices] for x in (query, key, value))
+        if isinstance(mask, Tensor) and mask.shape[-1] == key.shape[1]:
+            mask = mask[..., joined.indices]
     groups = _groups(mask, query, key, value, grid) if reason is None else None
     if groups is None:
         reason = reason or "attention mask"
@@ -215,7 +273,22 @@ def _attend(
         return None
     query, key, value = (as_attended(x) for x in (query, key, value))
     if mask is None or not torch.compiler.is_compiling():
-        return joint_attention(state.attend, query, key, value, grid, scale, groups)
+        output = joint_attention(state.attend, query, key, value, grid, scale, groups)
+    else:
+        output = _masked(state, query, key, value, mask, scale, grid)
+    return output if joined is None else output[:, joined.tokens]
+
+
+def _masked(
+    state: LayerState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    grid: slice,
+) -> Tensor:
+    """`masked_attention` of the current call."""
     call, previous = state.call.get(), state.previous
     assert call is not None
     exact = previous.backend if previous.is_dispatched else AttentionBackendName.NATIVE
@@ -254,7 +327,6 @@ def _exact_because(
     key: Tensor,
     grid: slice,
     is_plain: bool,
-    parallel_config: Any,
 ) -> str | None:
     """Why this call runs exact attention, apart from its mask; None if it runs AVQ."""
     num_tokens, num_queries = grid.stop - grid.start, query.shape[1]
@@ -262,7 +334,6 @@ def _exact_because(
         num_tokens,
         query,
         (
-            (parallel_config is not None, "context parallel"),
             (num_queries not in (key.shape[1], num_tokens), OTHER_KEYS),
             (num_tokens > key.shape[1], "tokens are not the grid"),
             (query.shape[2] != key.shape[2] or not is_plain, "causal, grouped or dropped keys"),
@@ -308,12 +379,8 @@ class DispatchHost(Host):
         family = _family(model)
         return TIMESTEP if family is None else family.timestep
 
-    def refuse(self, model: nn.Module) -> None:
-        parallel = getattr(model, "_parallel_config", None)
-        if getattr(parallel, "context_parallel_config", None) is not None:
-            raise ValueError(
-                "AVQ does not run in context parallel, where each device holds part of an image."
-            )
+    def ranks(self, model: nn.Module) -> Ranks | None:
+        return ranks_of(model)
 
     def attention_of(self, attn: Any) -> Previous:
         processor, name = attn.processor, "_attention_backend"
@@ -324,7 +391,8 @@ class DispatchHost(Host):
         if not state.previous.is_dispatched:
             return  # its hooks suffice
         if AVQ_BACKEND not in _AttentionBackendRegistry._backends:
-            _AttentionBackendRegistry.register(AVQ_BACKEND)(_avq_attention)
+            register = _AttentionBackendRegistry.register
+            register(AVQ_BACKEND, supports_context_parallel=True)(_avq_attention)
         attn.processor._attention_backend = AVQ_BACKEND
 
     def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
@@ -375,10 +443,13 @@ class TransformerWatch(Watch):
         arguments = named_arguments(type(caller), args, kwargs)
         tokens = family.hidden_states(arguments)
         grid = NO_VALUES if tokens.is_meta else family.read(caller.config, arguments)
-        beside = {"": 0}
+        ranks, beside = self.host.ranks(caller), {"": 0}
+        if ranks is not None:
+            share_verdict(ranks, tokens.device)
+            grid = RING if ranks.kind == RING else grid
         if not isinstance(grid, str):
             beside = family.num_beside(arguments, prod(grid))
-        self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside_first))
+        self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside_first, ranks))
 
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:
         super().end(caller, args, output)
