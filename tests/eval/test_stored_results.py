@@ -18,8 +18,7 @@ from eval.store.report import read_result
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
-NOT_OF_EVAL = ("features.json", "models.json")
-PATHS = [path for path in sorted(RESULTS.rglob("*.json")) if path.name not in NOT_OF_EVAL]
+PATHS = sorted(RESULTS.rglob("*.json"))
 # Options that commands no longer have: `errors` took times of kernels to stand beside the errors,
 # `vision features` a limit of time.
 REMOVED = {"--kernels", "--minutes"}

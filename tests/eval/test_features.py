@@ -4,8 +4,11 @@ import json
 import re
 from pathlib import Path
 
-import features
 import pytest
+
+from eval.support import features
+
+RESULTS = Path(__file__).parents[2] / "eval" / "results"
 
 JUNIT = """<testsuites><testsuite>
 <testcase name="a"><properties><property name="cpu" value="img2img"/></properties></testcase>
@@ -41,8 +44,8 @@ def test_one_column_is_written_and_the_other_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "environment", lambda device: made)
     monkeypatch.setattr(features, "save_json", save)
     (tmp_path / "junit.xml").write_text(JUNIT)
-    features.update(tmp_path / "junit.xml", tmp_path, "cuda")
-    features.update(tmp_path / "junit.xml", tmp_path, "cpu")
+    features.write_features(tmp_path / "junit.xml", tmp_path, "cuda", "")
+    features.write_features(tmp_path / "junit.xml", tmp_path, "cpu", "")
     header, _, *rows = (tmp_path / "features.md").read_text().splitlines()
     assert re.search(r"CPU: 2 tests passed, a, .*GPU: 1 tests passed, a, ", header)
     assert rows[0] == "| Pipelines | img2img; **failed**: inpainting; not run: AnimateDiff | - |"
@@ -56,5 +59,5 @@ def test_unknown_features_are_refused(tmp_path):
 
 
 def test_the_stored_table_is_that_of_the_stored_results():
-    columns = json.loads((features.RESULTS / "features.json").read_text())["columns"]
-    assert (features.RESULTS / "features.md").read_text() == features.features_table(columns) + "\n"
+    columns = json.loads((RESULTS / "features.json").read_text())["columns"]
+    assert (RESULTS / "features.md").read_text() == features.features_table(columns) + "\n"

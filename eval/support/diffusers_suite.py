@@ -2,20 +2,18 @@
 
 In a checkout of diffusers, of the installed version, with REPO the root of this repository:
 
-    export PYTHONPATH=REPO:REPO/tests/reliability HF_HUB_OFFLINE=1
+    export PYTHONPATH=REPO HF_HUB_OFFLINE=1
     tests="tests/models/unets/test_models_unet_2d_condition.py tests/pipelines/stable_diffusion"
-    pytest -p diffusers_suite $tests --junitxml plain.xml
-    pytest -p diffusers_suite $tests --junitxml avq.xml --avq
-    python REPO/tests/reliability/diffusers_suite.py plain.xml avq.xml
+    pytest -p eval.support.diffusers_suite $tests --junitxml plain.xml
+    pytest -p eval.support.diffusers_suite $tests --junitxml avq.xml --avq
+    python -m eval.support.diffusers_suite plain.xml avq.xml
 
 The last line prints the tests that only AVQ fails. DIFFUSERS_TEST_DEVICE=cuda selects the GPU.
 
-In UNets AVQ runs with exact codebooks: in each call, every key is a parent with one child equal to
-it. Assignment, refinement and attention over codewords all run, and the result is exact attention's
-up to rounding. In transformers it runs with all keys exact. So a test that fails shows something
-that AVQ broke, not the error of quantized keys. Three things differ from a user's `apply_avq`:
+AVQ runs with a threshold of 0, which is exact attention up to rounding. So a test that fails shows
+something that AVQ broke, not the error of quantized keys. Two things differ from a user's
+`apply_avq`:
 
-- `attend` gets those codebooks in place of the installed ones.
 - `set_default_attn_processor` refuses foreign processors, so a user calls `remove_avq` first. The
   plugin does so, and applies AVQ again.
 - `from_pretrained` applies AVQ once the weights are there.
@@ -25,22 +23,15 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import diffusers
 import torch
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor, nn
+from torch import nn
 
-from avq_diffusers import AVQConfig, apply_avq, gather_codebooks, remove_avq
-from avq_diffusers.attention.api import attend
-from avq_diffusers.attention.tensors import NUM_TOKENS, Tensors
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import Spec
-from avq_diffusers.hosts.core import state as layer_state
-from avq_diffusers.hosts.models.registry import select_layers
+from avq_diffusers import apply_avq, remove_avq, select_layers
 from avq_diffusers.mini import MINI_SD
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
@@ -49,8 +40,7 @@ TRANSFORMERS = (
     *("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "WanTransformer3DModel"),
     *("LTXVideoTransformer3DModel", "SD3ControlNetModel"),
 )
-EVERY_KEY = AVQConfig.parse("M4P4C2", exact_keys=2**20)
-NUM_REFINED = 16
+EVERY_KEY = "M4C2T0"
 TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
 TINY_T5 = ("hf-internal-testing/tiny-random-t5",)
 TINY_QWEN = ("hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration",)
@@ -81,8 +71,6 @@ def pytest_configure(config) -> None:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         stand_in_for_hub()
     if config.getoption("--avq"):
-        assert layer_state.attend is attend
-        layer_state.attend = every_key_attention
         for name in (*UNETS, *TRANSFORMERS):
             apply_when_built(getattr(diffusers, name))
 
@@ -125,47 +113,13 @@ def stand_in_for_hub() -> None:
     stand_in_for(transformers.Qwen2Tokenizer, qwen_tokenizer, TINY_QWEN)
 
 
-def every_key_attention(tensors: Tensors, spec: Spec, backend: str) -> tuple[Tensor, str]:
-    """`attend` where each element of the batch has a codebook of all its keys.
-
-    A codebook has one set of codewords per head, so the batch becomes heads of a single element.
-    """
-    if tensors.parents is None:
-        return attend(tensors, spec, backend)
-    batch = tensors.query.shape[0]
-    tokens = (None if x is None else x.flatten(0, 1)[None] for x in tensors.tokens())
-    tensors = Tensors._make((*tokens, *tensors[NUM_TOKENS:]))
-    parents = tensors.key[0].detach().to(torch.promote_types(tensors.key.dtype, torch.float32))
-    every_key = Codebook(parents, parents[:, :, None], check_finite=False)
-    spec = replace(
-        spec,
-        num_parents=every_key.num_parents,
-        num_children=1,
-        num_refined=min(NUM_REFINED, every_key.num_parents),
-    )
-    output, backend = attend(tensors.with_codebook(every_key), spec)
-    return output[0].unflatten(0, (batch, -1)), backend
-
-
 def apply(model: nn.Module) -> None:
-    """Apply AVQ unless the weights are still to come: to a UNet, with a codeword at zero."""
-    if next(model.parameters()).device.type == "meta" or has_avq(model):
+    """Apply AVQ in all layers, unless the weights are still to come."""
+    is_empty = next(model.parameters()).device.type == "meta"
+    if is_empty or has_avq(model) or not (layers := select_layers(model)):
         return
-    if "down_blocks" not in model._modules:
-        apply_avq(model, EVERY_KEY, route="always")
-        return
-    layers = select_layers(model)
-    if not layers:
-        return
-    codebooks = {
-        layer.name: Codebook(
-            torch.zeros(layer.num_heads, 1, layer.head_dim),
-            torch.zeros(layer.num_heads, 1, 1, layer.head_dim),
-        )
-        for layer in layers
-    }
-    config = AVQConfig.parse("M1P1C1", levels=tuple({layer.level for layer in layers}))
-    apply_avq(model, gather_codebooks(model, config, codebooks), route="always")
+    levels = tuple({layer.level for layer in layers})
+    apply_avq(model, EVERY_KEY, levels=levels, route="always")
 
 
 def apply_when_built(model_class: type) -> None:

@@ -1,12 +1,8 @@
-"""Write `eval/results/models.md`: which image and video models of diffusers run AVQ.
+"""Which image and video models of diffusers run AVQ: `python -m eval models`.
 
-Run it from the root of the repository:
-
-    PYTHONPATH=tests python -m reliability.models
-
-A class is served if it has a row in the contract's tests: with all keys exact, a real model at tiny
-size gives what it gives without AVQ. What the installed diffusers has is kept in `models.json`. A
-class without a row here is an error, for someone to decide.
+A class is served if an adapter names it; the contract's tests run a real model of each at tiny
+size. What the installed diffusers has is kept in `models.json`. A class that is neither served nor
+in `NOT_SERVED` is an error, for someone to decide.
 """
 
 import inspect
@@ -17,14 +13,11 @@ from typing import Any
 import diffusers
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.pipelines import auto_pipeline
-from hosts.zoo import ZOO
-from tiny_transformers import SIZES
 
+from avq_diffusers.hosts import FAMILIES
 from eval.store.markdown import markdown_table
 from eval.store.report import save_json
 
-RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
-COMMAND = "PYTHONPATH=tests python -m reliability.models"
 # What `apply_avq` finds in a pipeline.
 COMPONENTS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
 # Arguments of pipelines that do not start from a text alone.
@@ -35,11 +28,10 @@ OTHERS = re.compile(
 )
 PARTS = ("Transformer2DModel", "DreamLiteTransformer2DModel", "SanaWMLTX2RefinerTransformer3DModel")
 
-ROWS = {
-    *ZOO,
-    *(cls.__name__ for cls in SIZES if cls),
-    *("ZImageTransformer2DModel", "QwenImage21Transformer2DModel"),
-    *("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
+CONTROLNETS = {"FluxControlNetModel", "QwenImageControlNetModel"}
+SERVED = {
+    *({name for family in FAMILIES for name in family.models} - CONTROLNETS),
+    *("SD3Transformer2DModel", "UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
     "UNetSpatioTemporalConditionModel",
 }
 REFERENCES = "calls with reference images run exact"
@@ -99,9 +91,9 @@ def found() -> dict[str, Any]:
         and inspect.isclass(cls := getattr(diffusers, name))
         and issubclass(cls, ModelMixin)
     }
-    unknown = models.keys() - ROWS - NOT_SERVED.keys()
+    unknown = models.keys() - SERVED - NOT_SERVED.keys()
     if unknown:
-        raise ValueError(f"models must be tested or have a reason, but {sorted(unknown)} have none")
+        raise ValueError(f"models must be served or have a reason, but {sorted(unknown)} have none")
     named = {
         pipe
         for kind in ("TEXT2IMAGE", "TEXT2VIDEO")
@@ -130,7 +122,9 @@ def found() -> dict[str, Any]:
 def models_table(found: dict[str, Any]) -> str:
     """A sentence with the share of pipelines from a text alone, and a line per class."""
     pipelines = found["from_text"]
-    served = [name for name, models in pipelines.items() if (ROWS - NOT_SERVED.keys()) & {*models}]
+    served = [
+        name for name, models in pipelines.items() if (SERVED - NOT_SERVED.keys()) & {*models}
+    ]
     rows = []
     for name, of_model in found["models"].items():
         state = f"yes; {BUT_FOR[name]}" if name in BUT_FOR else "yes"
@@ -147,12 +141,12 @@ def models_table(found: dict[str, Any]) -> str:
     )
 
 
-def write(results: Path) -> None:
-    """Write the table."""
+def write_models(results: Path, command: str) -> None:
+    """Write what the installed diffusers has, and the table.
+
+    Raises:
+        ValueError: it has a class of which nothing is known.
+    """
     content = found()
-    save_json(results / "models.json", command=COMMAND, device="cpu", **content)
+    save_json(results / "models.json", command=command, device="cpu", **content)
     (results / "models.md").write_text(models_table(content) + "\n")
-
-
-if __name__ == "__main__":
-    write(RESULTS)

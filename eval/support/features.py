@@ -1,27 +1,17 @@
-"""Write `eval/results/features.md`: which features of diffusers have a test that passed.
+"""Which features of diffusers have a test that passed: `python -m eval features JUNIT`.
 
-A test with the marker `feature(name)` stands for a feature. Run the tests, then this script on the
-same machine, from the root of the repository:
-
-    pytest -m "feature and not gpu" --junitxml cpu.xml
-    python -m tests.reliability.features cpu.xml
-
-On a machine with a GPU, `-m "feature and gpu"` and `gpu.xml` fill the other column. Results are
-kept in `features.json`, so that one column stays while the other is written.
+A test with the marker `feature(name)` stands for a feature. Results are kept in `features.json`, so
+that one column stays while the other is written.
 """
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-import torch
-
 from eval.store.markdown import markdown_table
 from eval.store.report import environment, save_json
 
-RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 COLUMNS = {"cpu": "CPU", "cuda": "GPU"}
 GROUPS = {
     "Pipelines": (
@@ -131,17 +121,17 @@ def _cell(names: tuple[str, ...], outcomes: dict[str, dict[str, int]]) -> str:
     return "; ".join(filter(None, parts)) or "-"
 
 
-def update(junit: Path, results: Path, device: str) -> None:
-    """Put the outcomes of a JUnit file into the column of `device`, and write the table."""
+def write_features(junit: Path, results: Path, device: str, command: str) -> None:
+    """Put the outcomes of a JUnit file into the column of `device`, and write the table.
+
+    Raises:
+        ValueError: a test names a feature that is not in `GROUPS`.
+    """
     path = results / "features.json"
     columns = {name: {"features": {}} for name in COLUMNS}
     if path.is_file():
         columns |= json.loads(path.read_text())["columns"]
     features = read_outcomes(junit)[device]
     columns[device] = {"environment": environment(device), "features": features}
-    save_json(path, command="python -m tests.reliability.features", device=device, columns=columns)
+    save_json(path, command=command, device=device, columns=columns)
     (results / "features.md").write_text(features_table(columns) + "\n")
-
-
-if __name__ == "__main__":
-    update(Path(sys.argv[1]), RESULTS, "cuda" if torch.cuda.is_available() else "cpu")
