@@ -146,10 +146,10 @@ def _gains(rows: Sequence[Row], name: str) -> str:
 
 def quality(folder: Path) -> Figures:
     """Images of mini-sd and mini-sd3 against exact attention's."""
-    times = folder / "updates/bench_unet_1024_graph_cuda.json"
+    times = folder / "quality/bench_unet_1024_graph_cuda.json"
     newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
-    groups = [[folder / f"quality_peers_levels{levels}.json" for levels in ("0", "01")]]
-    groups += [[folder / "quality_own_levels01.json"], [newest]]
+    groups = [[folder / f"quality/quality_peers_levels{levels}.json" for levels in ("0", "01")]]
+    groups += [[folder / "quality/quality_own_levels01.json"], [newest]]
     found = Rows(groups[0][0])
     for group in groups:
         table = build_table([*map(read_result, [*group, times])])
@@ -251,7 +251,7 @@ def tolerance(folder: Path) -> Figures:
 
 def keys(folder: Path) -> Figures:
     """One layer on real keys, compared with Sol-Attn and PISA."""
-    path = folder / "keys_vit_cuda_bfloat16.json"
+    path = folder / "keys/keys_vit_cuda_bfloat16.json"
     file = File(path, ["method"], "error", "ms", "columns", "scheme")
     rows, exact = file.rows, file.rows[EXACT]
     ours = [row for row in rows.values() if row["scheme"].startswith("AVQ")]
@@ -284,10 +284,10 @@ def keys(folder: Path) -> Figures:
 
 def vision(folder: Path) -> Figures:
     """Vision transformers with AVQ in all layers, without training."""
-    features = folder / "vision_features_vit_cuda.json"
+    features = folder / "vision/vision_features_vit_cuda.json"
     file = File(features, ["method", "size"], "features_off")
     tasks = {
-        title: File(folder / f"vision_{task}_sizes.json", ["name"], "untrained")
+        title: File(folder / f"vision/vision_{task}_sizes.json", ["name"], "untrained")
         for title, task in {"mean IoU, %": "seg", "top-1, %": "cls"}.items()
     }
     sides = sorted({side for _, side in file.rows})
@@ -324,7 +324,7 @@ def vision(folder: Path) -> Figures:
 
 def hardware(folder: Path) -> Figures:
     """The attention operation alone, per device."""
-    paths = [folder / f"bench_{name}.json" for name in OPERATIONS]
+    paths = [folder / f"speed/bench_{name}.json" for name in OPERATIONS]
     rows = [row for path in paths for row in calls_of(path)]
     timed = [row | {"gain": row["exact"] / row["avq"]} for row in rows if row["exact"] is not None]
     columns = {
