@@ -22,7 +22,8 @@ from diffusers import (
 from torch import Tensor, nn
 
 from avq_diffusers.mini import MINI_SD
-from eval.names import CUDNN, EXACT, FA2, LEVELS, LIMIT, LINFUSION
+from eval.methods.avq import LEVELS
+from eval.methods.registry import CUDNN, EXACT, FA2, LIMIT, LINFUSION
 
 Normal = Callable[..., Tensor]
 Inputs = tuple[dict[str, Tensor], dict[str, Any]]

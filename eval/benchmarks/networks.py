@@ -38,17 +38,11 @@ from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.hosts import attention_replaced
 from eval.benchmarks.contenders import FORCED
 from eval.benchmarks.models import Model
-from eval.keys.peers import arranged, attention_in_order
-from eval.methods import layers_run_by, merged_tokens
-from eval.names import (
-    LIMIT,
-    LINFUSION,
-    PEERS,
-    TOME,
-    MethodName,
-    method_label,
-    timed_method,
-)
+from eval.methods.base import AttentionMethod
+from eval.methods.peer import Peer
+from eval.methods.registry import LIMIT, LINFUSION, PEERS, TOME, method_label, timed_method
+from eval.methods.running import layers_run_by
+from eval.methods.tome import merged_tokens
 
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 SHARPNESS = 2  # factor on untrained queries and keys, for a logit spread of about 1
@@ -132,19 +126,19 @@ class NetworkBench(ABC):
         """The compiled step, for use inside the `method` of this name."""
         return compiled_apart(step, name, self.compile_backend)
 
-    def weights_of(self, method: MethodName) -> list[Tensor]:
+    def weights_of(self, method: AttentionMethod) -> list[Tensor]:
         """What a method adds to the network's weights: its stored codewords."""
         source = None if method.config is None else self._codewords(method)
         return list(source.parameters()) if isinstance(source, AVQCodebooks) else []
 
-    def _attention(self, method: MethodName) -> AbstractContextManager[None]:
+    def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
         """Run attention with a method other than AVQ."""
         if method.source in FORCED:
             return forced_sdpa(FORCED[method.source])
         return nullcontext()
 
     @abstractmethod
-    def _codewords(self, method: MethodName) -> AVQConfig | AVQCodebooks:
+    def _codewords(self, method: AttentionMethod) -> AVQConfig | AVQCodebooks:
         """The `source` of `apply_avq` for an AVQ method."""
 
     def _draw(self, side: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -169,7 +163,7 @@ class UNetBench(NetworkBench):
             layer.attn.to_q.weight.mul_(SHARPNESS)
             layer.attn.to_k.weight.mul_(SHARPNESS)
 
-    def _attention(self, method: MethodName) -> AbstractContextManager[None]:
+    def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
         if method.source == LIMIT:
             names = [layer.name for layer in select_layers(self.network, self.model.levels)]
             return layers_run_by(self.network, dict.fromkeys(names, LimitProcessor()))
@@ -180,7 +174,7 @@ class UNetBench(NetworkBench):
         return super()._attention(method)
 
     @torch.no_grad()
-    def _codewords(self, method: MethodName) -> AVQConfig | AVQCodebooks:
+    def _codewords(self, method: AttentionMethod) -> AVQConfig | AVQCodebooks:
         """The configuration for own codewords, else codebooks of the keys: one k-means per size."""
         config = method.config
         if method.own and not method.tuned:
@@ -249,15 +243,14 @@ class TransformerBench(NetworkBench):
     their given order: reordering once for all layers is not timed, and the output is not checked.
     """
 
-    def _attention(self, method: MethodName) -> AbstractContextManager[None]:
+    def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
         if method.source == LIMIT:
             return self_attention_by(pass_on)
         if method.source in PEERS:
-            attend = partial(by_peer, method.source, method.setting)
-            return self_attention_by(torch.compiler.disable(attend))
+            return self_attention_by(torch.compiler.disable(partial(by_peer, method)))
         return super()._attention(method)
 
-    def _codewords(self, method: MethodName) -> AVQConfig:
+    def _codewords(self, method: AttentionMethod) -> AVQConfig:
         return replace(method.config, codewords="means", levels=(0,))
 
     @contextmanager
@@ -351,9 +344,9 @@ def pass_on(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     return value + zero_of(query, key) if torch.compiler.is_compiling() else value
 
 
-def by_peer(source: str, setting: float, *tensors: Tensor, scale: float | None = None) -> Tensor:
+def by_peer(peer: Peer, *tensors: Tensor, scale: float | None = None) -> Tensor:
     """A peer's attention over query, key and value (B, H, N, D), in their given order."""
-    return attention_in_order(source, setting, arranged(source, *tensors), scale)
+    return peer.attend(peer.arranged(*tensors), scale)
 
 
 class LimitProcessor:

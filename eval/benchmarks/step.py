@@ -24,18 +24,8 @@ from eval.benchmarks.contenders import FORCED, TOLERANCE, Row, relative_error
 from eval.benchmarks.models import Model
 from eval.benchmarks.networks import COMPILE, EAGER, GRAPH, NetworkBench, bench_of, layer_states
 from eval.benchmarks.timing import block_ms, in_turns, over
-from eval.keys.peers import check_peer
-from eval.names import (
-    CUDNN,
-    EXACT,
-    LIMIT,
-    PEERS,
-    TRANSFORMER_STEP,
-    UNET_STEP,
-    check_place,
-    method_label,
-    timed_method,
-)
+from eval.methods.base import TRANSFORMER_STEP, UNET_STEP
+from eval.methods.registry import CUDNN, EXACT, LIMIT, check_place, method_label, timed_method
 from eval.store.markdown import figure, number, rows_table
 from eval.store.plots import bar_plot
 from eval.store.report import save_json
@@ -123,8 +113,7 @@ def run_steps(choice: Choice, device: torch.device, output: Path, *, command: st
     if not bench.cuda:
         print(f"{device.type}: {model.title}; no CUDA graphs, FA2 or cuDNN")
     for name in choice.methods if bench.cuda else ():
-        if (method := timed_method(name)).source in PEERS:
-            check_peer(name, method.source, next(bench.network.parameters()))
+        timed_method(name).check(next(bench.network.parameters()))
     facts: Row = {"unet": model.title}
     if not model.is_unet:
         blocks = {x: n for x, n in bench.network.config.items() if x.endswith("_layers")}

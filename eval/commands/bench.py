@@ -174,7 +174,7 @@ def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> No
                 "M64C8T1e-4, M64P16C8/own, M64C8T1e-4/fastest. For a UNet also tome@L01, "
                 "linfusion, M64P16C8, M64P16C8/means, M64P16C8@L0, M64P16C8-up_blocks.2, "
                 "M64P16C8/tuned. For a transformer also pisa@.15, pisa0@.15, sol@1.3. "
-                "eval/names.py explains them."
+                "eval/methods explains them."
             ),
         ] = "",
         modes: Annotated[

@@ -10,7 +10,8 @@ from statistics import mean, median
 from typing import Any
 
 from avq_diffusers.attention.limits import VERIFIED
-from eval.names import CUDNN, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
+from eval.methods.linfusion import LINFUSION_CONFIG
+from eval.methods.registry import CUDNN, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
 from eval.quality.tolerance import SLACK, tolerance_panels

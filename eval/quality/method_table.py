@@ -11,17 +11,9 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from eval.names import (
-    EXACT,
-    LEVELS,
-    LINFUSION,
-    LINFUSION_CONFIG,
-    TOME,
-    config_label,
-    exact_labels,
-    method_label,
-    timed_method,
-)
+from eval.methods.avq import LEVELS, config_label, exact_labels
+from eval.methods.linfusion import LINFUSION_CONFIG
+from eval.methods.registry import EXACT, LINFUSION, TOME, method_label, timed_method
 from eval.quality.scene_rows import (
     FACT_COLUMNS,
     MAKING,

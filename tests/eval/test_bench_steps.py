@@ -17,7 +17,8 @@ from eval.benchmarks import networks, step
 from eval.benchmarks.models import TRANSFORMERS, UNETS
 from eval.benchmarks.networks import bench_of, layer_states
 from eval.benchmarks.step import Choice, step_rows
-from eval.names import LEVELS, method_label, timed_method
+from eval.methods.avq import LEVELS
+from eval.methods.registry import method_label, timed_method
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from tiny_training import TINY_RUN
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import sha256
 from avq_diffusers.mini import SCORER, write_coco
-from eval.names import timed_method
+from eval.methods.registry import timed_method
 from eval.quality import coco_download, sd15
 from eval.quality.coco import image_path
 from eval.quality.coco_download import download_coco

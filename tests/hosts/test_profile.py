@@ -439,7 +439,7 @@ class TestKey:
     """Catches contents told apart by address or by part, and changes that no weight shows."""
 
     def test_arguments(self):
-        pipe = PIPE()
+        pipe = VIT()
         black, red = (Image.new("RGB", (64, 64), color) for color in ("black", "red"))
         long = torch.zeros(3000)
         edited = long.clone()
