@@ -18,6 +18,7 @@ from eval.benchmarks.models import TRANSFORMERS, UNETS
 from eval.benchmarks.networks import bench_of, layer_states
 from eval.benchmarks.step import Choice, step_rows
 from eval.methods.avq import LEVELS
+from eval.methods.peer import Peer
 from eval.methods.registry import method_label, timed_method
 
 CPU = torch.device("cpu")
@@ -248,12 +249,12 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, transformer):
     calls = []
     exact = F.scaled_dot_product_attention
 
-    def attend(source, setting, inputs, scale):
+    def attend(peer, inputs, scale):
         assert all(x.is_contiguous() for x in inputs)
-        calls.append((source, setting))
+        calls.append((peer.source, peer.setting))
         return exact(*inputs, scale=scale)
 
-    monkeypatch.setattr(networks, "attention_in_order", attend)
+    monkeypatch.setattr(Peer, "attend", attend)
     inputs = transformer.inputs(side_of(transformer))
     with transformer.method("pisa0@.15"):
         by_peer = transformer.predict(*inputs)
