@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from avq_diffusers import select_layers
 from avq_diffusers.mini import MINI_SD
-from eval.benchmarks import networks, step
+from eval.benchmarks import step
 from eval.benchmarks.models import TRANSFORMERS, UNETS
 from eval.benchmarks.networks import bench_of, layer_states
 from eval.benchmarks.step import Choice, step_rows
