@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_SEED = 2**63 - 1
+DTYPES = ("float32", "float16", "bfloat16")
 
 Dilated = Annotated[
     bool,
@@ -29,6 +30,13 @@ Dilated = Annotated[
         help="Dilate convolutions, for images larger than the model was trained on.",
     ),
 ]
+
+
+def dtype_name(name: str | None) -> str | None:
+    """Callback for a dtype."""
+    if name not in (None, *DTYPES):
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {name!r}.")
+    return name
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import dilation, first_step, fit_request, measured_on, timed_image
-from avq_diffusers.cli.loading import load_pipeline
+from avq_diffusers.cli.images import dilation, first_steps, fit_request, measured_on, timed_image
+from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.files import atomic_write
@@ -65,10 +65,12 @@ def bench_model(
     num_images: int,
 ) -> None:
     """Print a table, plot it to `out`, and write a sheet of images beside it."""
-    pipe = load_pipeline(model.name, model.device)
+    pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
     apply_avq(pipe, source, route="always")
+    if model.is_compiled:
+        compile_model(pipe)
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
         if tolerances is not None:
@@ -138,7 +140,7 @@ def run_choices(
 
     def result(label: str, exact: Sequence[Image.Image] | None = None) -> ChoiceResult:
         pipe.set_progress_bar_config(desc=label)
-        cold, warm = (first_step(pipe, requests[0]) for _ in range(2))
+        cold, warm = (first_steps(pipe, requests[0]) for _ in range(2))
         timed = [timed_image(pipe, request) for request in requests]
         images = [one.image for one in timed]
         likeness = math.inf if exact is None else median(map(psnr, images, exact))

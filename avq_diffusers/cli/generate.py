@@ -8,15 +8,17 @@ from avq_diffusers.cli.images import (
     TIMED_PAIRS,
     StepTimes,
     dilation,
+    first_steps,
     fit_request,
     measured_on,
     step_times,
     timed_image,
 )
-from avq_diffusers.cli.loading import load_pipeline
+from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_image, save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.hosts.report import Summary
 from avq_diffusers.hosts.verbs import (
     apply_avq,
     avq_disabled,
@@ -30,6 +32,7 @@ LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents 
 each, and T, the error that a further column of a query tile must mend, or P, the parents
 that each tile refines; columns: codewords + keys that a tile attends to, on average; calls:
 per layer, one per step"""
+SETTLING_STEPS = 4  # a route reads the columns of its first calls, then measures
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
@@ -43,19 +46,26 @@ def generate_image(
     tolerance: float | None,
 ) -> None:
     """Write the AVQ image to `out` and a sheet beside it, and print what each layer ran."""
-    pipe = load_pipeline(model.name, model.device)
+    pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
-    apply_avq(pipe, source, route="always")
-    if threshold is not None:
-        set_threshold(pipe, threshold)
-    if num_refined is not None:
-        set_num_refined(pipe, num_refined)
     with dilation(pipe, request):
+        route = "fastest"
         if tolerance is not None:
             assert isinstance(source, AVQConfig)
-            arguments = measured_on(pipe, request)
-            apply_avq(pipe, source, tolerance=tolerance, route="always", **arguments)
+            apply_avq(pipe, source, tolerance=tolerance, **measured_on(pipe, request))
+        for route in ("fastest", "always") if tolerance is None else ():
+            apply_avq(pipe, source, route=route)
+            if threshold is not None:
+                set_threshold(pipe, threshold)
+            if num_refined is not None:
+                set_num_refined(pipe, num_refined)
+            print("steps in which each layer finds the faster attention")
+            first_steps(pipe, request, SETTLING_STEPS)
+            if any(row.runs.startswith("AVQ") for row in summary(pipe).rows):
+                break
+        if model.is_compiled:
+            compile_model(pipe)
         print("with AVQ attention")
         avq = timed_image(pipe, request).image
         report = summary(pipe)
@@ -82,9 +92,25 @@ def generate_image(
     closer = f"--tolerance {0.02 if tolerance is None else tolerance / 4:g}"
     closer = closer if model.codebooks is None else "a larger --num-refined"
     print(outcome(times, likeness, closer))
+    if note := route_note(report, is_forced=route != "fastest"):
+        print(note)
     if tolerance is not None:
         print("The tolerance is for the model's output (noise, velocity), not for the image.")
     print(f"image: {out}\nsheet: {sheet_path(out)}")
+
+
+def route_note(report: Summary, *, is_forced: bool) -> str:
+    """Say whether exact attention is faster in all layers or in some; empty for none."""
+    if is_forced:
+        return (
+            "Exact attention is at least as fast in every layer here: apply_avq would keep it, but "
+            "this command runs AVQ to show it."
+        )
+    layers = [row for row in report.rows if row.config]
+    exact = sum(row.runs == "exact: faster" for row in layers)
+    if not exact:
+        return ""
+    return f"{exact} of {len(layers)} layers run exact attention, which is faster there."
 
 
 def speed_in_words(times: StepTimes) -> str:
@@ -98,10 +124,7 @@ def speed_in_words(times: StepTimes) -> str:
 def outcome(times: StepTimes, likeness: float, closer: str) -> str:
     """Say which was faster and how similar the images are; `closer` is how to get more so."""
     least, *_, most = times.gains
-    advice = (
-        "\nAVQ pays off on larger images (--height, --width). apply_avq, unlike this command, runs "
-        "exact attention where that is faster."
-    )
+    advice = "\nAVQ pays off on larger images (--height, --width)."
     look = "they look alike"
     if likeness < ALIKE:
         look = "details differ" if likeness >= SIMILAR else "they differ visibly"

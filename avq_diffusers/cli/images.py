@@ -158,10 +158,10 @@ def step_times(pipe: DiffusionPipeline, request: ImageRequest) -> StepTimes:
     return StepTimes(seconds[2::2], seconds[3::2])
 
 
-def first_step(pipe: DiffusionPipeline, request: ImageRequest) -> float:
-    """Run one step without decoding; return its seconds, including any compilation."""
+def first_steps(pipe: DiffusionPipeline, request: ImageRequest, number: int = 1) -> float:
+    """Run steps without decoding; return their seconds, including any compilation."""
     start = time.perf_counter()
-    only = {"num_inference_steps": 1, "output_type": "latent"}
+    only = {"num_inference_steps": number, "output_type": "latent"}
     pipe(**{**_call_arguments(pipe, request), **only})
     if pipe.device.type == "cuda":
         torch.cuda.synchronize()

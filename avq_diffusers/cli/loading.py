@@ -1,5 +1,6 @@
 """Load text-to-image pipelines by name: a folder, a Hub id, or a single file with all weights."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -9,22 +10,27 @@ import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from avq_diffusers.hosts.models import has_unet, unet_of
 from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.options import device_of, first_line
 
+COMPILE_UNET: Mapping[str, Any] = {"mode": "reduce-overhead", "dynamic": False}
 
-def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
-    """Load a text-to-image pipeline, in half precision on an NVIDIA GPU, else in float32.
 
-    Half precision is float16 for UNets and bfloat16 for transformers, whose values are larger.
+def load_pipeline(
+    model: str, device: str | None = None, dtype: str | None = None
+) -> DiffusionPipeline:
+    """Load a text-to-image pipeline.
 
     Args:
         model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
             the original layout, as used for sharing fine-tunes. A file's configuration comes from
             the Hub.
         device: cuda, mps or cpu; None takes the fastest available.
+        dtype: float32, float16 or bfloat16. None is half precision on an NVIDIA GPU (float16 for
+            UNets, bfloat16 for transformers, whose values are larger), else float32.
 
     Raises:
         ValueError: the device is unavailable, or the model cannot be loaded, has no single training
@@ -34,10 +40,12 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         device = next(
             (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
         )
-    is_half = device_of(device).type == "cuda"
+    if device_of(device).type != "cuda":
+        dtype = dtype or "float32"
+    chosen = None if dtype is None else getattr(torch, dtype)
     try:
         load = _single_file if Path(model).is_file() else _folder
-        pipe = load(model, is_half)
+        pipe = load(model, chosen)
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
@@ -72,16 +80,15 @@ def _check_unet(pipe: DiffusionPipeline, model: str) -> None:
         )
 
 
-def _folder(model: str, is_half: bool) -> DiffusionPipeline:
+def _folder(model: str, dtype: torch.dtype | None) -> DiffusionPipeline:
     from diffusers import AutoPipelineForText2Image
 
     if is_mini_sd3(model):
         from avq_diffusers.mini.loading import load_mini_sd3
 
-        return load_mini_sd3(model, torch.float16 if is_half else torch.float32)
+        return load_mini_sd3(model, dtype or torch.float16)
     parts = dict(DiffusionPipeline.load_config(model))
-    dtype = torch.float32
-    if is_half:
+    if dtype is None:
         dtype = torch.bfloat16 if "transformer" in parts else torch.float16
     # diffusers must be told which optional parts, such as SD3's T5, are missing.
     absent = {name: None for name, part in parts.items() if part == [None, None]}
@@ -95,9 +102,19 @@ def _folder(model: str, is_half: bool) -> DiffusionPipeline:
         raise
 
 
-def _single_file(path: str, is_half: bool) -> DiffusionPipeline:
-    dtype = torch.float16 if is_half else torch.float32
-    return _single_file_class(path).from_single_file(path, dtype=dtype)
+def _single_file(path: str, dtype: torch.dtype | None) -> DiffusionPipeline:
+    return _single_file_class(path).from_single_file(path, dtype=dtype or torch.float16)
+
+
+def compile_model(pipe: DiffusionPipeline) -> None:
+    """Compile the UNet into CUDA graphs, or a transformer block by block."""
+    if has_unet(pipe):
+        pipe.unet.compile(**COMPILE_UNET)
+        return
+    for blocks in pipe.transformer.children():
+        if isinstance(blocks, nn.ModuleList):
+            for block in blocks:
+                block.compile()
 
 
 def _single_file_class(path: str) -> type[DiffusionPipeline]:

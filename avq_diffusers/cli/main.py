@@ -19,6 +19,7 @@ from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
     LARGEST_SEED,
     Dilated,
+    dtype_name,
     finite,
     folder_to_write,
     hide_torchvision_notes,
@@ -63,6 +64,19 @@ Codebooks = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(help="cuda, mps or cpu; by default the fastest available.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        callback=dtype_name,
+        help="float32, float16 or bfloat16; by default half precision on an NVIDIA GPU.",
+    ),
+]
+Compiled = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="Compile the model first, which takes minutes: a UNet into CUDA graphs."
+    ),
 ]
 Config = Annotated[
     str | None,
@@ -159,11 +173,15 @@ def generate(
         ),
     ] = None,
     device: Device = None,
+    dtype: Dtype = None,
+    compiled: Compiled = False,
     out: Annotated[Path, typer.Option(help="The AVQ image; the sheet goes beside it.")] = Path(
         "avq.png"
     ),
 ) -> None:
     """Generate an image with AVQ attention, and a sheet with the exact one beside it.
+
+    As in `apply_avq`, layers in which exact attention is faster keep it, unless all would.
 
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
@@ -178,6 +196,8 @@ def generate(
         *(model, codebooks, config, levels, exact, device),
         refined=() if num_refined is None else [num_refined],
         needs_own_codewords=threshold is not None or tolerance is not None,
+        dtype=dtype,
+        is_compiled=compiled,
     )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
@@ -209,21 +229,21 @@ def bench(
     steps: Steps = 25,
     guidance_scale: GuidanceScale = None,
     seed: Seed = 0,
-    thresholds: Annotated[
+    threshold: Annotated[
         str | None,
         typer.Option(
             help="Thresholds, such as 4e-4,1e-4; not with --codebooks. By default from 1e-3 to "
             "2.5e-5."
         ),
     ] = None,
-    refined: Annotated[
+    num_refined: Annotated[
         str | None,
         typer.Option(
             help="Instead, numbers of refined parents, such as 0,4,16, at most the parents of "
             "--config; with --codebooks by default from none to all."
         ),
     ] = None,
-    tolerances: Annotated[
+    tolerance: Annotated[
         str | None,
         typer.Option(
             help="Instead, relative errors of the model's output, such as 0.01,0.02,0.05; not with "
@@ -234,25 +254,29 @@ def bench(
         int, typer.Option(min=1, help="Images per choice; the table shows medians.")
     ] = 1,
     device: Device = None,
+    dtype: Dtype = None,
+    compiled: Compiled = False,
     out: Annotated[
         Path, typer.Option(help="The plot of speed and PSNR; the sheet goes beside it.")
     ] = Path("avq_bench.png"),
 ) -> None:
     """Time images with exact attention and with AVQ, at several thresholds, numbers of refined
-    parents or tolerances.
+    parents or tolerances. AVQ runs in all layers, also where exact attention is faster.
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     check_image_path(out, sheet_path(out))
-    dials = {"--thresholds": thresholds, "--refined": refined, "--tolerances": tolerances}
+    dials = {"--threshold": threshold, "--num-refined": num_refined, "--tolerance": tolerance}
     check_one_of(dials)
-    fractions = None if thresholds is None else thresholds_of("--thresholds", thresholds)
-    numbers = None if refined is None else numbers_of("--refined", refined)
-    limits = None if tolerances is None else tolerances_of("--tolerances", tolerances)
+    thresholds = None if threshold is None else thresholds_of("--threshold", threshold)
+    numbers = None if num_refined is None else numbers_of("--num-refined", num_refined)
+    tolerances = None if tolerance is None else tolerances_of("--tolerance", tolerance)
     chosen = ModelRequest.from_options(
         *(model, codebooks, config, levels, exact, device),
         refined=numbers or (),
-        needs_own_codewords=thresholds is not None or tolerances is not None,
+        needs_own_codewords=threshold is not None or tolerance is not None,
+        dtype=dtype,
+        is_compiled=compiled,
     )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
@@ -263,9 +287,9 @@ def bench(
 
     bench_model(
         *(chosen, request, out),
-        thresholds=fractions,
+        thresholds=thresholds,
         numbers=numbers,
-        tolerances=limits,
+        tolerances=tolerances,
         num_images=images,
     )
 

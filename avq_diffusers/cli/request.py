@@ -18,6 +18,8 @@ class ModelRequest:
         sizes: sizes without codebooks; None is the default of `apply_avq`.
         levels: levels with AVQ; None is the default of `apply_avq`.
         exact: layers or modules that keep exact attention.
+        dtype: of the model; None is half precision on an NVIDIA GPU, else float32.
+        is_compiled: whether to compile the model.
     """
 
     name: str
@@ -26,6 +28,8 @@ class ModelRequest:
     sizes: AVQConfig | None
     levels: tuple[int, ...] | None
     exact: tuple[str, ...]
+    dtype: str | None = None
+    is_compiled: bool = False
 
     @classmethod
     def from_options(
@@ -39,6 +43,8 @@ class ModelRequest:
         *,
         refined: Sequence[int] = (),
         needs_own_codewords: bool = False,
+        dtype: str | None = None,
+        is_compiled: bool = False,
     ) -> "ModelRequest":
         """Read a command's options.
 
@@ -46,6 +52,7 @@ class ModelRequest:
             model, codebooks, config, levels, exact, device: the options of these names.
             refined: the numbers of parents that the command will refine.
             needs_own_codewords: whether it will set thresholds, which codebooks do not have.
+            dtype, is_compiled: as in the class.
 
         Raises:
             ValueError: an option has a bad value or contradicts another.
@@ -69,6 +76,8 @@ class ModelRequest:
             *(model, device, codebooks, sizes),
             None if levels is None else numbers_of("--levels", levels),
             () if exact is None else tuple(exact.split(",")),
+            dtype,
+            is_compiled,
         )
 
 

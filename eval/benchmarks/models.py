@@ -21,10 +21,6 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
-from avq_diffusers.mini import MINI_SD
-from eval.methods.avq import LEVELS
-from eval.methods.registry import CUDNN, EXACT, FA2, LIMIT, LINFUSION
-
 Normal = Callable[..., Tensor]
 Inputs = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -40,25 +36,13 @@ HUNYUAN_LATENTS = {480: (31, 30, 53), 720: (31, 45, 80)}  # of 121 frames, by li
 # per second.
 MINIMAX_PATCHES = {124: (37, 24, 42), 345: (102, 24, 42)}
 MINIMAX_SOUND = {124: 414, 345: 1150}
-# In each of these, methods needed for ratios come first, so that a run that is cut short has them.
-TRANSFORMER_METHODS = (CUDNN, "M64C8T1e-4", LIMIT, "M64C8T5e-4", "M64P16C8/own", EXACT)
-UNET_METHODS = (
-    *(EXACT, LIMIT, "M64C8T1e-4", "M64P16C8/own", "M64C8T5e-4", "M64C8T1e-4/fastest"),
-    *("M64P16C8", "M64P16C8/tuned"),
-    *("M64P16C8@L0", "M32P8C8", "M128P32C8"),
-    "M136@L0",  # flat VQ with M64P16C8's kernel time
-    *(FA2, "tome", "tome@L01", LINFUSION),
-)
-SDXL_METHODS = (
-    *(EXACT, LIMIT, "M64C8T1e-4@L12", "M64P16C8@L12/own", "M64P16C8@L12", "M64P16C8@L1"),
-    "M64C8T1e-4@L12/fastest",
-    *(FA2, "tome@L1", "tome@L12", LINFUSION),
-)
+# Columns of a tile at the default threshold: mini-sd's levels at 256² and 512² (104 and 90, 413 and
+# 444), and mini-sd3 with 4096 tokens (1064), on the six steps of a prompt.
+UNET_COLUMNS = {0: 100, 1: 430}
+TRANSFORMER_COLUMNS = {0: 1060}
 
 
-def unet_inputs(
-    config: Mapping[str, Any], side: int, batch: int, normal: Normal, scale: int = 8
-) -> Inputs:
+def unet_inputs(config: Mapping[str, Any], side: int, batch: int, normal: Normal) -> Inputs:
     """A UNet's inputs: those that change from call to call, and those that stay.
 
     Args:
@@ -66,11 +50,10 @@ def unet_inputs(
         side: side of the image in pixels.
         batch: batch size.
         normal: makes normal numbers of a shape, like `torch.randn`.
-        scale: pixels per latent along a side.
     """
-    sample = normal(batch, config["in_channels"], side // scale, side // scale)
+    sample = normal(batch, config["in_channels"], side // 8, side // 8)
     tensors = {
-        "sample": sample.contiguous(memory_format=torch.channels_last),
+        "sample": sample,
         "encoder_hidden_states": normal(batch, TEXT_TOKENS, config["cross_attention_dim"]),
     }
     timestep = torch.full((), TIMESTEP, device=sample.device)
@@ -197,7 +180,7 @@ def minimax_inputs(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model whose network is timed.
+    """A model whose network is timed, with random weights.
 
     Attributes:
         title: title in results.
@@ -205,11 +188,8 @@ class Model:
         config: its arguments.
         inputs: see `unet_inputs`.
         sizes: default sides of the images in pixels, or lines or frames of the videos.
-        stem: prefix of the result files.
-        methods: default methods, the most important first.
-        weights: folder with weights; None makes random ones.
+        columns: codewords and keys that a query tile attends to, by level with AVQ.
         batch: 2 for guidance with an empty prompt.
-        levels: UNet levels where attention may change.
         multiple: a side must be a multiple of it; None if only the default sides are possible.
         part: other arguments, for the few blocks that stand for all.
         times: ratio of all blocks to those of the part.
@@ -222,11 +202,8 @@ class Model:
     config: Mapping[str, Any] = field(default_factory=dict)
     inputs: Callable[..., Inputs]
     sizes: tuple[int, ...]
-    stem: str
-    methods: tuple[str, ...]
-    weights: str | None = None
+    columns: Mapping[int, float]
     batch: int = 2
-    levels: tuple[int, ...] = LEVELS
     multiple: int | None = 64
     part: Mapping[str, Any] = field(default_factory=dict)
     times: float = 1
@@ -244,10 +221,22 @@ class Model:
         config = {**self.config, **self.tiny["config"]}
         return replace(self, title=f"tiny, for {self.title}", **{**self.tiny, "config": config})
 
+    def check_size(self, size: int) -> None:
+        """Refuse an impossible size.
+
+        Raises:
+            ValueError: `size` is not one of `sizes`, or no multiple of `multiple`.
+        """
+        if self.multiple is None and size not in self.sizes:
+            possible = " or ".join(map(str, self.sizes))
+            raise ValueError(f"sizes must be {possible} for {self.title}, but got {size}.")
+        if self.multiple is not None and (size < 64 or size % self.multiple):
+            raise ValueError(
+                f"sizes must be multiples of {self.multiple} from 64 on, but got {size}."
+            )
+
     def build(self, device: torch.device) -> nn.Module:
         """The network in float32, or the part that stands for it."""
-        if self.weights is not None:
-            return self.kind.from_pretrained(self.weights, subfolder="unet").to(device)
         torch.manual_seed(0)
         with device:
             return self.kind(**{**self.config, **self.part})
@@ -282,36 +271,24 @@ TINY_SDXL = {
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": POOLED_TEXT + 6 * 8,
 }
-UNETS = {
+MODELS = {
     "sd15": Model(
-        title="SD1.5, random weights",
+        title="SD1.5",
         kind=UNet2DConditionModel,
         config=SD15,
         inputs=unet_inputs,
         sizes=(512, 1024, 2048),
-        stem="bench_unet",
-        methods=UNET_METHODS,
+        columns=UNET_COLUMNS,
         tiny={"config": {**TINY_UNET, "block_out_channels": (16, 32, 64, 64)}},
     ),
     "sdxl": Model(
-        title="SDXL, random weights",
+        title="SDXL",
         kind=UNet2DConditionModel,
         config=SDXL,
         inputs=unet_inputs,
         sizes=(1024, 2048),
-        stem="bench_unet_sdxl",
-        methods=SDXL_METHODS,
-        levels=(1, 2),  # it has no attention at level 0
+        columns=UNET_COLUMNS,
         tiny={"config": {**TINY_UNET, **TINY_SDXL}},
-    ),
-    "mini-sd": Model(
-        title="mini-sd",
-        kind=UNet2DConditionModel,
-        weights=MINI_SD,
-        inputs=partial(unet_inputs, scale=4),
-        sizes=(256, 512),
-        stem="bench_unet_mini",
-        methods=UNET_METHODS,
     ),
 }
 
@@ -332,14 +309,14 @@ TINY_MINIMAX = {
 }
 
 
-def _transformer(name: str, **fields: Any) -> Model:
-    common = {"stem": f"bench_transformer_{name}", "methods": TRANSFORMER_METHODS, "multiple": 16}
-    return Model(**{**common, "sizes": (1024, 2048, 4096), **fields})
+def _transformer(**fields: Any) -> Model:
+    return Model(
+        **{"columns": TRANSFORMER_COLUMNS, "multiple": 16, "sizes": (1024, 2048), **fields}
+    )
 
 
-TRANSFORMERS = {
+MODELS |= {
     "sd35-medium": _transformer(
-        "sd35-medium",
         title="SD3.5-medium",
         kind=SD3Transformer2DModel,
         config={  # stabilityai/stable-diffusion-3.5-medium
@@ -360,7 +337,6 @@ TRANSFORMERS = {
         },
     ),
     "sd35-large": _transformer(
-        "sd35-large",
         title="SD3.5-large",
         kind=SD3Transformer2DModel,
         config={  # stabilityai/stable-diffusion-3.5-large
@@ -376,7 +352,6 @@ TRANSFORMERS = {
         tiny={"config": TINY_SD3, "part": {"num_layers": 2}, "times": 2},
     ),
     "flux": _transformer(
-        "flux",
         title="Flux",
         kind=FluxTransformer2DModel,
         config={"guidance_embeds": True},  # black-forest-labs/FLUX.1-dev
@@ -387,7 +362,6 @@ TRANSFORMERS = {
         tiny={"config": {**TINY_FLUX, "num_layers": 2, "num_single_layers": 4}, "times": 2},
     ),
     "wan": _transformer(
-        "wan",
         title="one block of Wan 14B",
         kind=WanTransformer3DModel,
         config={"num_layers": 1},  # Wan-AI/Wan2.1-T2V-14B-Diffusers: the defaults, one block of 40
@@ -401,7 +375,6 @@ TRANSFORMERS = {
         },
     ),
     "hunyuan15": _transformer(
-        "hunyuan15",
         title="one block of HunyuanVideo 1.5",
         kind=HunyuanVideo15Transformer3DModel,
         config={"num_layers": 1, "num_refiner_layers": 0},  # the defaults have 54 blocks
@@ -418,7 +391,6 @@ TRANSFORMERS = {
         },
     ),
     "minimax-h3": _transformer(
-        "minimax-h3",
         title="one block of MiniMax-H3",
         kind=MiniMaxH3Transformer3DModel,
         config={"num_layers": 1, "num_refiner_layers": 0},  # the defaults have 50 blocks

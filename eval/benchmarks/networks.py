@@ -1,92 +1,67 @@
 """Networks whose attention can switch to any of the timed methods.
 
-With random queries and keys, attention is close to an average; they are scaled up so that it
-selects, and AVQ's output differs from exact attention's. The limit is the fastest possible
-attention: projections run, and each token takes its own value.
+The limit is the fastest possible attention: projections run, and each token takes its own value.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
-from types import FunctionType
+from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    apply_avq,
-    gather_codebooks,
-    remove_avq,
-    select_layers,
-)
-from avq_diffusers.attention.exact import exact_attention
-from avq_diffusers.attention.tensors import Attended, Tensors
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.kmeans import fit_codebook
-from avq_diffusers.config import Spec
+from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, select_layers, set_threshold
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from avq_diffusers.hosts import attention_replaced
-from eval.benchmarks.contenders import FORCED
 from eval.benchmarks.models import Model
 from eval.methods.base import AttentionMethod
+from eval.methods.folder import Folder
 from eval.methods.peer import Peer
-from eval.methods.registry import LIMIT, LINFUSION, PEERS, TOME, method_label, timed_method
+from eval.methods.registry import AVQ, EXACT, LIMIT, LINFUSION, PEERS, TOME, timed_method
 from eval.methods.running import layers_run_by
 from eval.methods.tome import merged_tokens
 
-EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 SHARPNESS = 2  # factor on untrained queries and keys, for a logit spread of about 1
-CHANGE = 1e-3  # standard deviation of the projection changes in tuned rows
 # Untrained modulations almost switch blocks off; this lets the blocks affect the output.
 MODULATIONS = ("linear.bias", "scale_shift_table")
-CALIBRATION_KEYS = 8192
+# As in the guides: a UNet in CUDA graphs, and a transformer block by block.
+COMPILE_UNET: Mapping[str, Any] = {"mode": "reduce-overhead", "dynamic": False}
+COMPILE_BLOCK: Mapping[str, Any] = {}
+SETTLING_CALLS = 4  # a route reads the columns of its first calls, then measures
+BISECTIONS = 10
 
 
-class NetworkBench(ABC):
-    """A network, and the methods that its attention can switch to.
+class NetworkBench:
+    """A network with random weights, and the methods that its attention can switch to.
 
-    Runs in half precision on CUDA, elsewhere in float32. `compile_backend` is passed to
-    `torch.compile`.
+    Runs in half precision on CUDA, elsewhere in float32.
     """
 
-    def __init__(
-        self, model: Model, device: torch.device, *, compile_backend: str = "inductor"
-    ) -> None:
-        self.model, self.device, self.compile_backend = model, device, compile_backend
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self.model, self.device = model, device
         self.cuda = device.type == "cuda"
         half = torch.float16 if model.is_unet else torch.bfloat16
         self.dtype = half if self.cuda else torch.float32
-        self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
         self.network = model.build(device).eval().requires_grad_(False)
-        if model.weights is None:
-            self._sharpen()
+        self._sharpen()
         # One by one: diffusers' `to` keeps some in float32.
         for parameter in self.network.parameters():
             parameter.data = parameter.to(self.dtype)
         self.generator = torch.Generator(device).manual_seed(0)
         self._fixed: dict[str, Any] = {}
         self._names: tuple[str, ...] = ()
+        self._thresholds: dict[torch.Size, tuple[dict[str, float], dict[str, Any]]] = {}
 
-    def _sharpen(self) -> None:
-        for name, parameter in self.network.named_parameters():
-            if name.endswith("norm_q.weight"):
-                parameter.mul_(SHARPNESS)
-            elif name.endswith(MODULATIONS):
-                parameter.add_(1)
-
-    def inputs(self, side: int) -> tuple[Tensor, ...]:
-        """Random inputs for `predict` at this image size; sets the size that it runs at."""
-        tensors, self._fixed = self._draw(side)
+    def inputs(self, size: int) -> tuple[Tensor, ...]:
+        """Random inputs for `predict` at this size, which becomes the one that it runs at."""
+        self.generator.manual_seed(0)
+        config, batch = self.network.config, self.model.batch
+        tensors, self._fixed = self.model.inputs(config, size, batch, self._normal)
         self._names = tuple(tensors)
         return tuple(tensors.values())
 
@@ -96,116 +71,120 @@ class NetworkBench(ABC):
         first = named.pop(self._names[0])  # positional, where ToMe's hooks look for it
         return self.network(first, **named, **self._fixed, return_dict=False)[0]
 
-    def cannot_run(self, name: str, mode: str) -> str | None:
-        """Why this machine cannot time the row; None if it can."""
-        kind = timed_method(name).kind
-        if mode == GRAPH and not self.cuda:
-            return "CUDA graphs need a CUDA device"
-        if mode != EAGER and self.model.has_mask:
+    def cannot_run(self, name: str, *, is_compiled: bool) -> str | None:
+        """Why this machine cannot time the method; None if it can."""
+        kind = name if name == AVQ else timed_method(name).kind
+        if is_compiled and self.model.has_mask:
             return "AVQ reads a mask on the host, in eager steps only"
-        if kind in (*FORCED, *PEERS) and not self.cuda:
-            return f"{method_label(name)} needs a CUDA device"
+        if kind in PEERS and not self.cuda:
+            return f"{name} needs a CUDA device"
         return "tomesd is not installed" if kind == TOME and not find_spec("tomesd") else None
 
     @contextmanager
-    def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
-        """Run attention with a `timed_method`; `oracle` selects the backend that checks AVQ."""
-        method = timed_method(name)
-        if method.config is None:
+    def method(self, name: str, inputs: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
+        """Run attention with a method inside the `with` block, which gets facts about its row."""
+        if name == AVQ:
+            thresholds, facts = self._of_columns(inputs)
+            apply_avq(self.network)
+            if thresholds:
+                set_threshold(self.network, thresholds)
+        elif (method := timed_method(name)).kind == Folder.kind:
+            codebooks = AVQCodebooks.from_pretrained(method.source).to(self.device)
+            apply_avq(self.network, codebooks, route="always")
+        elif method.config is not None:
+            levels = method.config.levels if self.model.is_unet else (0,)
+            apply_avq(self.network, method.config.changed(levels=levels), route=method.route)
+        else:
             with self._attention(method):
-                yield
+                yield {}
             return
-        backend = self.oracle if oracle else self.backend
-        apply_avq(self.network, self._codewords(method), backend=backend, route=method.route)
         try:
-            yield
+            for _ in range(SETTLING_CALLS):
+                self.predict(*inputs)
+            yield facts if name == AVQ else {}
         finally:
             remove_avq(self.network)
 
-    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
-        """The compiled step, for use inside the `method` of this name."""
-        return compiled_apart(step, name, self.compile_backend)
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Compile the network inside the `with` block, as the guides do."""
+        is_unet = self.model.is_unet
+        parts = [self.network] if is_unet else [*self._blocks()]
+        for part in parts:
+            part.compile(**(COMPILE_UNET if is_unet else COMPILE_BLOCK))
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._compiled_call_impl = None
 
-    def weights_of(self, method: AttentionMethod) -> list[Tensor]:
-        """What a method adds to the network's weights: its stored codewords."""
-        source = None if method.config is None else self._codewords(method)
-        return list(source.parameters()) if isinstance(source, AVQCodebooks) else []
-
-    def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
-        """Run attention with a method other than AVQ."""
-        if method.source in FORCED:
-            return forced_sdpa(FORCED[method.source])
-        return nullcontext()
-
-    @abstractmethod
-    def _codewords(self, method: AttentionMethod) -> AVQConfig | AVQCodebooks:
-        """The `source` of `apply_avq` for an AVQ method."""
-
-    def _draw(self, side: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self.model.inputs(self.network.config, side, self.model.batch, self._normal)
+    def layers_run(self, *, is_compiled: bool) -> dict[str, Any]:
+        """How many layers run AVQ, and how many AVQ can serve."""
+        states = [x for x in layer_states(self.network) if x.last_call in ("AVQ", "faster")]
+        return {"layers": [sum(_runs_avq(x, is_compiled) for x in states), len(states)]}
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
-
-class UNetBench(NetworkBench):
-    """A UNet: supports codebooks fitted to its keys, LinFusion and ToMe beside own codewords."""
-
-    def __init__(self, model: Model, device: torch.device, **options: Any) -> None:
-        super().__init__(model, device, **options)
-        nn.Module.to(self.network, memory_format=torch.channels_last)
-        self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
-        # Never freed: captured graphs read these codewords by address.
-        self._codebooks: dict[tuple[AVQConfig, bool], AVQCodebooks] = {}
-
     def _sharpen(self) -> None:
-        for layer in select_layers(self.network, self.model.levels):
-            layer.attn.to_q.weight.mul_(SHARPNESS)
-            layer.attn.to_k.weight.mul_(SHARPNESS)
+        for name, parameter in self.network.named_parameters():
+            if name.endswith(("attn1.to_q.weight", "attn1.to_k.weight", "norm_q.weight")):
+                parameter.mul_(SHARPNESS)
+            elif name.endswith(MODULATIONS) and not self.model.is_unet:
+                parameter.add_(1)
+
+    def _of_columns(self, inputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
+        """The threshold of each layer with which it needs the model's columns, found by bisection,
+        and the columns that it then has."""
+        key = inputs[0].shape
+        if key in self._thresholds:
+            return self._thresholds[key]
+        apply_avq(self.network, route="always")
+        try:
+            self.predict(*inputs)
+            served = [
+                layer
+                for layer in select_layers(self.network)
+                if layer.avq_state is not None and layer.avq_state.last_call == "AVQ"
+            ]
+            powers = {layer.name: (-9.0, 1.0) for layer in served}
+            for _ in range(BISECTIONS if served else 0):
+                middles = {name: sum(ends) / 2 for name, ends in powers.items()}
+                set_threshold(self.network, {name: 10.0**x for name, x in middles.items()})
+                self.predict(*inputs)
+                for layer in served:
+                    low, high = powers[layer.name]
+                    is_over = _columns(layer) > self.model.columns[layer.level]
+                    middle = middles[layer.name]
+                    powers[layer.name] = (middle, high) if is_over else (low, middle)
+            found: dict[int, list[float]] = defaultdict(list)
+            for layer in served:
+                found[layer.level].append(_columns(layer))
+        finally:
+            remove_avq(self.network)
+        columns = mean(x for of_level in found.values() for x in of_level) if found else None
+        facts = {"columns": columns, "by_level": {x: mean(own) for x, own in found.items()}}
+        thresholds = {name: 10.0 ** (sum(ends) / 2) for name, ends in powers.items()}
+        self._thresholds[key] = thresholds, facts
+        return thresholds, facts
 
     def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
+        """Run attention with a method other than AVQ."""
+        if method.source == EXACT:
+            return nullcontext()
+        if method.source == LIMIT and not self.model.is_unet:
+            return self_attention_by(pass_on)
         if method.source == LIMIT:
-            names = [layer.name for layer in select_layers(self.network, self.model.levels)]
-            return layers_run_by(self.network, dict.fromkeys(names, LimitProcessor()))
+            layers = [x for x in select_layers(self.network) if x.level in self.model.columns]
+            return layers_run_by(self.network, {x.name: LimitProcessor() for x in layers})
         if method.source == LINFUSION:
-            return layers_run_by(self.network, self._linfusion)
+            return layers_run_by(self.network, self._linfusion())
         if method.source == TOME:
             return merged_tokens(self.network, method.levels, method.setting)
-        return super()._attention(method)
+        return self_attention_by(torch.compiler.disable(partial(by_peer, method)))
 
-    @torch.no_grad()
-    def _codewords(self, method: AttentionMethod) -> AVQConfig | AVQCodebooks:
-        """The configuration for own codewords, else codebooks of the keys: one k-means per size."""
-        config = method.config
-        if method.own and not method.tuned:
-            return config
-        if (config, method.tuned) not in self._codebooks:
-            layers = select_layers(self.network, config.levels, config.exact)
-            fits = None if method.own else self._fitted(config.num_parents, config.num_children)
-            stored = fits and {layer.name: fits[layer.name] for layer in layers}
-            changes = {layer.name: self._changes(layer.attn) for layer in layers}
-            codebooks = gather_codebooks(
-                self.network, config, stored, projection_changes=changes if method.tuned else None
-            )
-            self._codebooks[config, method.tuned] = codebooks.to(self.device)
-        return self._codebooks[config, method.tuned]
-
-    def _fitted(self, *sizes: int) -> dict[str, Codebook]:
-        if sizes not in self._fits:
-            self._fits[sizes] = {
-                name: fit_codebook(keys, *sizes, num_iterations=8)
-                for name, keys in self._keys.items()
-            }
-        return self._fits[sizes]
-
-    def _changes(self, attn: Attention) -> dict[str, Tensor]:
-        """Random projection changes, by their names in `attn`."""
-        draw = partial(torch.randn, generator=self.generator, device=self.device)
-        return {name: CHANGE * draw(x.shape) for name, x in attn.state_dict().items()}
-
-    @cached_property
     def _linfusion(self) -> dict[str, LinFusionProcessor]:
-        """LinFusion with random weights by layer name, kept alive for the graphs that read it."""
+        """LinFusion with random weights in each self-attention layer."""
         torch.manual_seed(0)
         processors = {}
         for layer in select_layers(self.network):
@@ -216,71 +195,10 @@ class UNetBench(NetworkBench):
             processors[layer.name] = processor.to(self.dtype).requires_grad_(False)
         return processors
 
-    @cached_property
-    def _keys(self) -> dict[str, Tensor]:
-        """Keys (H, S, D) in fp32 of each layer at the model's levels, from an exact step."""
-        samples: dict[str, Tensor] = {}
-
-        def keep(name: str, tensors: Tensors, spec: Spec, backend: str) -> Attended:
-            rows = tensors.key.transpose(1, 2).flatten(0, 1)
-            chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
-            samples[name] = rows[chosen[:CALIBRATION_KEYS]].float().transpose(0, 1).contiguous()
-            return Attended(exact_attention(tensors), "kept")
-
-        layers = select_layers(self.network, self.model.levels)
-        keepers = {layer.name: partial(keep, layer.name) for layer in layers}
-        with attention_replaced(self.network, keepers, AVQConfig(levels=self.model.levels)):
-            # Not `inputs`: a captured graph reads what its last call left there.
-            tensors, fixed = self._draw(self.model.sizes[0])
-            self.network(**tensors, **fixed)
-        return samples
-
-
-class TransformerBench(NetworkBench):
-    """A transformer: it has own codewords, and blocks are compiled one by one.
-
-    PISA and Sol-Attn run in the same calls as AVQ, over text and image together, with tokens in
-    their given order: reordering once for all layers is not timed, and the output is not checked.
-    """
-
-    def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
-        if method.source == LIMIT:
-            return self_attention_by(pass_on)
-        if method.source in PEERS:
-            return self_attention_by(torch.compiler.disable(partial(by_peer, method)))
-        return super()._attention(method)
-
-    def _codewords(self, method: AttentionMethod) -> AVQConfig:
-        return replace(method.config, codewords="means", levels=(0,))
-
-    @contextmanager
-    def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
-        with super().method(name, oracle=oracle):
-            try:
-                yield
-            finally:
-                for block in self._blocks():
-                    vars(block).pop("forward", None)
-
-    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
-        """The step, with blocks compiled until the `method` ends, once per kind of block."""
-        calls: dict[type[nn.Module], Callable[..., Any]] = {}
-        for block in self._blocks():
-            kind = type(block)
-            if kind not in calls:
-                calls[kind] = compiled_apart(kind.forward, name, self.compile_backend)
-            block.forward = partial(calls[kind], block)
-        return step
-
     def _blocks(self) -> Iterator[nn.Module]:
         for part in self.network.children():
             if isinstance(part, nn.ModuleList):
                 yield from part
-
-
-def bench_of(model: Model, device: torch.device, **options: Any) -> NetworkBench:
-    """The bench for a UNet or a transformer."""
-    return (UNetBench if model.is_unet else TransformerBench)(model, device, **options)
 
 
 def layer_states(network: nn.Module) -> list[Any]:
@@ -288,27 +206,17 @@ def layer_states(network: nn.Module) -> list[Any]:
     return [state for layer in select_layers(network) if (state := layer.avq_state) is not None]
 
 
-def compiled_apart(function: FunctionType, name: str, backend: str) -> Callable[..., Any]:
-    """Compile a copy of a function whose code object no other name shares.
-
-    Dynamo caches by code object and does not guard on the SDPA backend: with a shared code object,
-    FA2 would run what was compiled for SDPA, and a reset would free code that captured graphs still
-    use.
-    """
-    code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
-    copy = FunctionType(
-        code, function.__globals__, None, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(copy, dynamic=False, backend=backend)
+def _columns(layer: Any) -> float:
+    """Codewords and keys that a query tile attended to in the layer's last call, on average."""
+    return layer.avq_state.shown.sum(-1).double().mean().item()
 
 
-@contextmanager
-def forced_sdpa(backend: SDPBackend) -> Iterator[None]:
-    """Run SDPA with this backend only."""
-    # The cache key ignores the backend: a step would get what another backend's step compiled to.
-    with sdpa_kernel(backend), functorch_config.patch(enable_autograd_cache=False):
-        yield
+def _runs_avq(state: Any, is_compiled: bool) -> bool:
+    """Whether a layer that AVQ can serve runs it, by what its last eager calls learned."""
+    if not is_compiled or not state.route.break_even:
+        return state.last_call == "AVQ"
+    *_, known = state.route.break_even.values()
+    return len(state.last_order) >= known.compiled
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.options import device_of, numbers_of
-from eval.commands.options import Device, Output, command_line, dtype_name
+from avq_diffusers.options import device_of, dtype_name, numbers_of
+from eval.commands.options import Device, Output, command_line
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
@@ -147,84 +147,49 @@ def bench_variants_command(
     print(page)
 
 
-def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> None:
-    """Add the command for UNets, or the one for transformers."""
+@app.command("steps")
+def bench_steps_command(
+    device: Device = "cuda",
+    models: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, the most important first, with or without a size: sd15, sdxl, "
+            "sd35-medium, sd35-large, flux, wan, hunyuan15, minimax-h3. Sizes are sides of images, "
+            "or lines or frames of videos."
+        ),
+    ] = "sd15@1024,sdxl@1024,sdxl@2048,sd35-medium@1024,sd35-medium@2048,flux@1024,flux@2048,"
+    "sd15@512,sd15@2048,wan@480",
+    runs: Annotated[str, typer.Option(help="Comma-separated: eager, compiled.")] = "eager,compiled",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: exact, avq (the default), limit, M64P16C8/own. For a UNet "
+            "also tome, tome@L01, linfusion, or a folder of codebooks; for a transformer "
+            "pisa@.15, pisa0@.15, sol@1.3. eval/methods explains them."
+        ),
+    ] = "exact,avq,limit",
+    window: Annotated[
+        float, typer.Option(help="Seconds of steps per row; the second half counts.")
+    ] = 2.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Start no row after this time; the same command continues there."),
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Time denoising steps with exact attention and with `apply_avq(pipe)`.
 
-    @app.command(group, help=text)
-    def bench_step_command(
-        device: Device = "cuda",
-        model: Annotated[
-            str,
-            typer.Option(
-                help="sd15 or sdxl, with random weights, or mini-sd, with its own; as transformers "
-                "sd35-medium, sd35-large, flux, wan, hunyuan15 or minimax-h3, with random weights."
-            ),
-        ] = usual,
-        sizes: Annotated[
-            str,
-            typer.Option(
-                help="Sides of the image, or lines or frames of the video, such as 512,1024; by "
-                "default the model's."
-            ),
-        ] = "",
-        methods: Annotated[
-            str,
-            typer.Option(
-                help="Comma-separated, the most important first: exact, fa2, cudnn, limit, "
-                "M64C8T1e-4, M64P16C8/own, M64C8T1e-4/fastest. For a UNet also tome@L01, "
-                "linfusion, M64P16C8, M64P16C8/means, M64P16C8@L0, M64P16C8-up_blocks.2, "
-                "M64P16C8/tuned. For a transformer also pisa@.15, pisa0@.15, sol@1.3. "
-                "eval/methods explains them."
-            ),
-        ] = "",
-        modes: Annotated[
-            str, typer.Option(help="Comma-separated: graph, compile, eager.")
-        ] = usual_modes,
-        seconds: Annotated[
-            float, typer.Option(help="Seconds of steps per row; the second half counts.")
-        ] = 4.0,
-        minutes: Annotated[
-            float | None, typer.Option(help="Start no row after this many minutes.")
-        ] = None,
-        output: Output = RESULTS,
-    ) -> None:
-        from eval.benchmarks.models import TRANSFORMERS, UNETS
-        from eval.benchmarks.step import Choice, run_steps
+    Networks have random weights and the thresholds that give AVQ the columns of trained ones.
+    Without CUDA they are tiny.
 
-        models = UNETS if group == "unet" else TRANSFORMERS
-        if model not in models:
-            raise ValueError(f"--model must be one of {', '.join(models)}, but got {model!r}.")
-        choice = Choice(
-            models[model],
-            numbers_of("--sizes", sizes) if sizes else models[model].sizes,
-            methods.split(",") if methods else models[model].methods,
-            modes.split(","),
-            seconds,
-            minutes,
-        )
-        run_steps(choice, device_of(device), output, command=command_line())
+    Example: python -m eval bench steps --device cuda --models sd15@1024,flux@2048 --seconds 300
+    """
+    from eval.benchmarks.steps import cases_of, run_steps
 
-
-_add_step_command(
-    "unet",
-    "sd15",
-    "graph,compile,eager",
-    """Time one denoising step of a UNet, batch 2.
-
-    Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
-
-    For SDXL: python -m eval bench unet --model sdxl --device cuda --modes graph
-    """,
-)
-_add_step_command(
-    "transformer",
-    "sd35-medium",
-    "compile,graph,eager",
-    """Time one denoising step of a transformer, in bf16.
-
-    Example: python -m eval bench transformer --model flux --device cuda --modes compile
-    """,
-)
+    cases = cases_of(models, runs.split(","), methods.split(","))
+    chosen = device_of(device)
+    path = output / f"bench_steps_{chosen.type}.json"
+    run_steps(cases, chosen, path, command=command_line(), window=window, seconds=seconds)
 
 
 @app.command("distill")

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.mini import VALIDATION_SEEDS, is_mini_sd3, model_path, sample_scene
-from avq_diffusers.options import device_of, folder_to_write, multiple_of
+from avq_diffusers.options import device_of, dtype_name, folder_to_write, multiple_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
-DTYPES = ("float32", "float16", "bfloat16")
-
-
-def dtype_name(name: str | None) -> str | None:
-    """Callback for a dtype."""
-    if name not in (None, *DTYPES):
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {name!r}.")
-    return name
 
 
 Dtype = Annotated[

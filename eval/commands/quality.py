@@ -294,16 +294,16 @@ def merge_command(
 @app.command("table")
 def table_command(
     results: Annotated[
-        list[Path], typer.Argument(help="Files from `scenes` or `merge`, and from `bench unet`.")
+        list[Path], typer.Argument(help="Files from `scenes` or `merge`, and from `bench steps`.")
     ],
     name: Annotated[str, typer.Option(help="Name of the file to write.")] = "table",
     output: Output = RESULTS,
 ) -> None:
     """Join quality and speed of all methods in one table, for images of one or more sizes.
 
-    A time from `bench unet` goes with each row of the same configuration at the same levels.
+    A time from `bench steps` goes with each row of the same configuration at the same levels.
 
-    Example: python -m eval table merged.json merged_512.json bench_unet_1024_graph_cuda.json
+    Example: python -m eval table merged.json merged_512.json bench_steps_cuda.json
     """
     from eval.quality.method_table import build_table, quality_table
 

@@ -49,16 +49,6 @@ def _kernels(path: Path, document: Mapping[str, Any]) -> None:
     plot_kernels(path, part, rows)
 
 
-def _steps(path: Path, document: Mapping[str, Any]) -> None:
-    """One plot for all modes of a size, from the files beside this one."""
-    side, mode = document["rows"][0]["size"], document["rows"][0]["mode"]
-    from eval.benchmarks.step import plot_steps
-
-    device_type = path.stem.rpartition("_")[2]
-    stem = path.stem.removesuffix(f"_{side}_{mode}_{device_type}")
-    plot_steps(path.parent, stem, side, device_type)
-
-
 def _panels(function: str, *fields: str) -> Callable[..., None]:
     """Plots the panels that a function makes from these fields, or from the whole document."""
     module, _, name = function.rpartition(".")
@@ -86,8 +76,6 @@ def _keys(path: Path, document: Mapping[str, Any]) -> None:
 
 PLOTS: Mapping[str, Callable[..., None]] = {
     "bench kernels": _kernels,
-    "bench unet": _steps,
-    "bench transformer": _steps,
     "errors": _panels("codebooks.layer_errors.error_panels", "rows"),
     "analyse": _analyse,
     "keys": _keys,

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.config import sizes_of
-from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, UNET_STEP, AttentionMethod
+from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
 
 LEVELS = (0, 1)
 FORM = re.compile(
@@ -78,7 +78,7 @@ class Stored(AVQ):
     """Codewords from a codebook, calibrated first."""
 
     kind, example = "stored", "M64P16C8"
-    places = (UNET_IMAGES, UNET_STEP, KEYS)
+    places = (UNET_IMAGES, KEYS)
     is_stored = True
 
 
@@ -94,7 +94,7 @@ class Tuned(AVQ):
     """Changed projections."""
 
     kind, example = "tuned", "M64P16C8/tuned"
-    places = (UNET_STEP,)
+    places = ()
     tuned = True
 
 

@@ -13,7 +13,7 @@ from avq_diffusers import AVQConfig
 
 # Where attentions run.
 UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images by a UNet", "images by a transformer", "keys"
-UNET_STEP, TRANSFORMER_STEP = "bench unet", "bench transformer"
+UNET_STEP, TRANSFORMER_STEP = "steps of a UNet", "steps of a transformer"
 IMAGES, STEPS = (UNET_IMAGES, TRANSFORMER_IMAGES), (UNET_STEP, TRANSFORMER_STEP)
 SETTING = re.compile(r"\d*\.?\d+")
 AT_LEVELS = re.compile(r"L(\d+)")

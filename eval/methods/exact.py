@@ -32,7 +32,7 @@ class FlashAttention2(Word):
     """Exact attention by FA2."""
 
     kind = example = "fa2"
-    places = STEPS
+    places = ()
     title = "FA2"
 
 
@@ -40,5 +40,5 @@ class CuDNN(Word):
     """Exact attention by cuDNN."""
 
     kind = example = "cudnn"
-    places = STEPS
+    places = ()
     title = "cuDNN"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from eval.methods.base import UNET_IMAGES, AttentionMethod
+from eval.methods.base import UNET_IMAGES, UNET_STEP, AttentionMethod
 
 FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 
@@ -14,7 +14,7 @@ class Folder(AttentionMethod):
     """What was trained and saved."""
 
     kind, example = "folder", "runs/m64/codebooks"
-    places = (UNET_IMAGES,)
+    places = (UNET_IMAGES, UNET_STEP)
 
     @classmethod
     def parse(cls, name: str, levels: tuple[int, ...]) -> Self | None:

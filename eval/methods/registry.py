@@ -27,6 +27,7 @@ WORDS += (LinFusion, Pooled, Pisa, PisaZeroth, Sol)
 CONFIGURATIONS = (Own, Stored, Fastest, Tuned)
 EXACT, NO_ATTENTION, TOME = Exact.kind, ValueProjection.kind, ToMe.kind
 FA2, CUDNN, LIMIT, LINFUSION = FlashAttention2.kind, CuDNN.kind, Limit.kind, LinFusion.kind
+AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`
 PEERS = tuple(word.kind for word in WORDS if issubclass(word, Peer))
 PATH_SIGNS = "/\\"  # no configuration contains one
 

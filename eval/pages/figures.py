@@ -11,7 +11,7 @@ from typing import Any
 
 from avq_diffusers.attention.limits import VERIFIED
 from eval.methods.linfusion import LINFUSION_CONFIG
-from eval.methods.registry import CUDNN, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
+from eval.methods.registry import AVQ, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
 from eval.quality.tolerance import SLACK, tolerance_panels
@@ -20,12 +20,13 @@ from eval.store.plots import Line, Panel, bar_plot, panel_plot
 from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
-DEFAULT, AVQ, FLAT = "M64C8T1e-4", "M64P16C8/own", "M192/own"
+DEFAULT, PAPER, FLAT = "M64C8T1e-4", "M64P16C8/own", "M192/own"
 MINI = "avq_diffusers/mini"
 # What the quality page shows, in this order.
-COMPARED = [DEFAULT, AVQ, "M64P16C8/own1", f"{MINI}/distilled", f"{MINI}/distilled-level1"]
+COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled", f"{MINI}/distilled-level1"]
 COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
-MODES = {"compile": "compiled", "graph": "CUDA graph", "eager": "eager"}
+STEPS = "speed/bench_steps_cuda.json"
+TIMED = "1024² (SD1.5; compiled)"  # a column of the methods table
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
 LABELS = {
@@ -41,7 +42,7 @@ class Figures:
 
     Attributes:
         values: values for the template's placeholders.
-        files: results that they come from.
+        files: results that they come from; without one, the page only says that there is none.
         plot: file name of the plot.
         draw: draws the plot; None if another command does.
     """
@@ -75,85 +76,71 @@ class File:
 
 
 def speed(folder: Path) -> Figures:
-    """A denoising step per network, way to run, GPU and size, from the newest file."""
-    steps: dict[tuple[Any, ...], Row] = {}
-    for path in files_of(folder, "bench_unet_*_cuda.json", "bench_transformer_*_cuda.json"):
-        file = File(path, ["method"], "ms", "size", "mode")
-        if any(file.rows.get(x, {}).get("ms") is None for x in (AVQ, LIMIT)):
-            continue
-        with complete(path):
-            name = file.document.get("unet") or file.document["model"]
-            exact = file.rows.get(EXACT) or file.rows[CUDNN]
-            default = file.rows.get(DEFAULT, {}).get("ms")
-            size, mode = exact["size"], exact["mode"]
-            step = {
-                "network": name.removesuffix(", random weights"),
-                "run": MODES[mode],
-                "device": file.device,
-                "image": f"{size}p video" if "Wan" in name else f"{size}²",
-                "exact": exact["ms"],
-                "avq": file.rows[AVQ]["ms"],
-                "gain": exact["ms"] / file.rows[AVQ]["ms"],
-                "default": default,
-                "default_gain": default and exact["ms"] / default,
-                "limit": file.rows[LIMIT]["ms"],
-                "path": path,
-                "date": file.date,
-            }
-        key = (name, [*MODES].index(mode), file.device, size)
-        if key not in steps or steps[key]["date"] < step["date"]:
-            steps[key] = step
-    if not steps:
-        raise ValueError(f"{folder} has no bench of a network with {AVQ} and {LIMIT}.")
-    rows = [steps[key] for key in sorted(steps)]
+    """A denoising step with `apply_avq(pipe)` against exact attention, by model, size and run."""
+    path = folder / STEPS
+    if not path.is_file():
+        return Figures({}, [])
+    file = File(path, ["model", "size", "run", "method"], "ms", "title", "times_as_fast")
+    rows = []
+    for (model, size, run, method), avq in file.rows.items():
+        exact, limit = (file.rows.get((model, size, run, x), {}) for x in (EXACT, LIMIT))
+        if method == AVQ and avq["times_as_fast"] is not None:
+            rows.append(
+                avq
+                | {"exact": exact["ms"], "limit": limit.get("times_as_fast")}
+                | {
+                    "image": f"{size}p video"
+                    if avq["title"].startswith("one block")
+                    else f"{size}²"
+                }
+                | {"memory": _memory(avq, exact)}
+            )
+    rows.sort(key=itemgetter("run", "title", "size"))
     columns = {
-        "network": "network",
-        "run": "run",
-        "GPU": "device",
+        "network": "title",
         "image": "image",
+        "run": "run",
         "exact, ms": three_digits("exact"),
-        "AVQ 64/16/8, ms": three_digits("avq"),
-        "times as fast": figure("gain", ".2f"),
-        "threshold 1e-4, ms": three_digits("default"),
-        "times as fast with it": figure("default_gain", ".2f"),
-        "limit, ms": three_digits("limit"),
+        "AVQ, ms": three_digits("ms"),
+        "times as fast": figure("times_as_fast", ".2f"),
+        "limit": figure("limit", ".2f"),
+        "columns": figure("columns", ".0f"),
+        "layers by AVQ": lambda row: " of ".join(map(str, row["layers"])),
+        "memory": figure("memory", ".2f"),
     }
-    by_default = [row for row in rows if row["default"] is not None]
-    panels = {run: [row for row in rows if row["run"] == run] for run in MODES.values()}
-    panels = {run: found for run, found in panels.items() if found}
-    over = {run: max(x["avq"] / x["limit"] - 1 for x in found) for run, found in panels.items()}
     values = {
         "table": rows_table(columns, rows),
-        "gains": _gains(rows, "gain"),
-        "by_default": _gains(by_default, "default_gain") or "- not timed yet",
-        "over": "\n".join(f"- {run}: {most:.0%}" for run, most in over.items()),
+        "device": file.device,
+        "date": file.date,
+        "gains": "\n".join(
+            f"- {title}, {run}: "
+            + ", ".join(f"{row['times_as_fast']:.2f} at {row['image']}" for row in found)
+            for (run, title), found in groupby(rows, itemgetter("run", "title"))
+        ),
     }
     bars = {
-        run: {f"{x['network']}, {x['image']}, {x['device'].split()[-1]}": x["gain"] for x in found}
-        for run, found in panels.items()
+        run: {f"{row['title']}, {row['image']}": row["times_as_fast"] for row in found}
+        for run, found in groupby(rows, itemgetter("run"))
     }
     draw = bars_plot("times as fast as exact attention", bars)
-    return Figures(values, [row["path"] for row in rows], "speed.png", draw)
+    return Figures(values, [path], "speed.png", draw)
 
 
-def _gains(rows: Sequence[Row], name: str) -> str:
-    """A line of the list for each network, way to run and GPU."""
-    groups = groupby(rows, itemgetter("network", "run", "device"))
-    return "\n".join(
-        f"- {', '.join(group)}: " + ", ".join(f"{row[name]:.2f} at {row['image']}" for row in found)
-        for group, found in groups
-    )
+def _memory(row: Row, exact: Row) -> float | None:
+    """A step's memory beside the weights, relative to exact attention's; None if not measured."""
+    own, base = row.get("peak_mib"), exact.get("peak_mib")
+    return own / base if own and base else None
 
 
 def quality(folder: Path) -> Figures:
     """Images of mini-sd and mini-sd3 against exact attention's."""
-    times = folder / "quality/bench_unet_1024_graph_cuda.json"
+    times = [path for path in [folder / STEPS] if path.is_file()]
     newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
     groups = [[folder / f"quality/quality_peers_levels{levels}.json" for levels in ("0", "01")]]
     groups += [[folder / "quality/quality_own_levels01.json"], [newest]]
     found = Rows(groups[0][0])
     for group in groups:
-        table = build_table([*map(read_result, [*group, times])])
+        table = build_table([*map(read_result, [*group, *times])])
         with complete(group[0]):
             ((size, protocol),) = table["quality"].items()
             model = f"{protocol['model']}, {size}"
@@ -167,7 +154,7 @@ def quality(folder: Path) -> Figures:
                         "model": model,
                         "levels": levels,
                         "attention": label_of(row),
-                        "ms": next(iter(row["ms"].values()), None) if is_unet else None,
+                        "ms": row["ms"].get(TIMED) if is_unet else None,
                     }
                     less = {column: metrics[x] - exact[x] for x, column in LESS_EXACT.items()}
                     found.setdefault((model, levels, row["method"]), facts | less | metrics)
@@ -181,10 +168,11 @@ def quality(folder: Path) -> Figures:
         "FID": figure(LESS_EXACT["fid"], "+.2f"),
         "CLIP score": figure(LESS_EXACT["clip_score"], "+.3f"),
         "copies": figure(LESS_EXACT["copy_agreement"], "+.4f"),
-        "step of SD1.5 at 1024², ms": figure("ms", ".1f"),
     }
+    if any(row["ms"] for row in rows):
+        columns["step of SD1.5 at 1024², compiled, ms"] = figure("ms", ".1f")
     mini = "mini-sd, 256²"
-    avq = found[mini, "0", AVQ]
+    avq = found[mini, "0", PAPER]
     values = {
         "table": rows_table(columns, rows),
         "fid": columns["FID"](avq),
@@ -192,16 +180,17 @@ def quality(folder: Path) -> Figures:
         "copies": columns["copies"](avq),
     }
     named = {"avq": avq, "tome": found[mini, "0", TOME]}
-    named |= {"avq01": found[mini, "0, 1", AVQ], "tome01": found[mini, "0, 1", TOME]}
+    named |= {"avq01": found[mini, "0, 1", PAPER], "tome01": found[mini, "0, 1", TOME]}
     for name, row in named.items():
-        values |= {name: f"{row['psnr_median']:.1f}", f"{name}_ms": number(row["ms"], ".1f")}
+        time = f" at {row['ms']:.1f} ms per step" if row["ms"] else ""
+        values[name] = f"{row['psnr_median']:.1f} dB{time}"
     bars: dict[str, dict[str, float]] = {}
     for row in rows:
         names = {"all": "all levels", "0": "level 0"}
         levels = names.get(row["levels"], f"levels {row['levels']}")
         bars.setdefault(row["model"], {})[f"{row['attention']}, {levels}"] = row["psnr_median"]
     draw = bars_plot("PSNR to exact attention's images, dB", bars)
-    return Figures(values, [*groups[0], *groups[1], newest, times], "quality_psnr.png", draw)
+    return Figures(values, [*groups[0], *groups[1], newest, *times], "quality_psnr.png", draw)
 
 
 def tolerance(folder: Path) -> Figures:
@@ -277,8 +266,8 @@ def keys(folder: Path) -> Figures:
         "side": exact["size"],
         "tokens": exact["tokens"],
         "device": file.device,
-        "avq_gain": f"{exact['ms'] / rows[AVQ]['ms']:.1f}",
-        "avq_error": f"{rows[AVQ]['error']:.3f}",
+        "avq_gain": f"{exact['ms'] / rows[PAPER]['ms']:.1f}",
+        "avq_error": f"{rows[PAPER]['error']:.3f}",
     }
     return Figures(values, [path])
 
@@ -307,7 +296,7 @@ def vision(folder: Path) -> Figures:
     columns |= {f"features off, {side}²": of_side(side, "features_off", ".3f") for side in sides}
     columns |= {title: score(task) for title, task in tasks.items()}
     (first, *_, last), (miou, top1) = sides, tasks.values()
-    methods = [EXACT, DEFAULT, AVQ, FLAT, NO_ATTENTION]
+    methods = [EXACT, DEFAULT, PAPER, FLAT, NO_ATTENTION]
     methods = [method for method in methods if (method, first) in file.rows]
     values = {
         "table": rows_table(columns, [{"method": method} for method in methods]),
@@ -315,10 +304,10 @@ def vision(folder: Path) -> Figures:
         "images": file.document["num_images"],
         "first": first,
         "last": last,
-        "first_gain": of_side(first, "speedup", ".2f")({"method": AVQ}),
-        "last_gain": of_side(last, "speedup", ".2f")({"method": AVQ}),
-        "miou": loss(miou, AVQ),
-        "top1": loss(top1, AVQ),
+        "first_gain": of_side(first, "speedup", ".2f")({"method": PAPER}),
+        "last_gain": of_side(last, "speedup", ".2f")({"method": PAPER}),
+        "miou": loss(miou, PAPER),
+        "top1": loss(top1, PAPER),
     }
     return Figures(values, [features, miou.path, top1.path])
 

@@ -12,6 +12,8 @@ from eval.pages.figures import PAGES, Figures
 
 def rendered(name: str, folder: Path, found: Figures) -> str:
     """The text of a page, with links relative to the results' folder."""
+    if not found.files:
+        return f"# {name.capitalize()}\n\nNot measured yet in this version.\n"
     places = sorted(path.relative_to(folder).as_posix() for path in found.files)
     files = ",\n".join(f"[{place.removesuffix('.json')}]({place})" for place in places)
     text = f"{_template(name)}\n{_template('end')}"

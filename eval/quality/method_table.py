@@ -1,9 +1,9 @@
 """Quality and speed of all methods in one table: `python -m eval table`.
 
-Quality comes from `scenes` or `merge`, with columns per image size. Speed is the time of a UNet
-step from `bench unet`, one column per UNet, size and mode. A time applies to every method that runs
-the same computation: the same configuration at the same levels, with tuned projections (distilled
-methods) or without.
+Quality comes from `scenes` or `merge`, with columns per image size. Speed is the time of a
+step of SD1.5 from `bench steps`, one column per size and run. A time applies to every method that
+runs the same computation: the same configuration at the same levels, with tuned projections
+(distilled methods) or without.
 """
 
 from collections import Counter
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from avq_diffusers import AVQConfig
 from eval.methods.avq import LEVELS, config_label, exact_labels
 from eval.methods.linfusion import LINFUSION_CONFIG
-from eval.methods.registry import EXACT, LINFUSION, TOME, method_label, timed_method
+from eval.methods.registry import AVQ, EXACT, LINFUSION, TOME, method_label, timed_method
 from eval.quality.scene_rows import (
     FACT_COLUMNS,
     MAKING,
@@ -37,13 +38,14 @@ PLOTTED = {
     "psnr_median": "PSNR to exact, dB (higher is better)",
 }
 TUNED = "tuned"
+SPEED_MODEL = "sd15"
 # LinFusion is timed in every self-attention layer; these are the levels of mini-sd, which generates
 # the scenes.
 LINFUSION_LEVELS = (0, 1, 2)
 
 
 def build_table(results: Sequence[Result]) -> dict[str, Any]:
-    """Join results of `scenes`, `merge` and `bench unet` by method.
+    """Join results of `scenes`, `merge` and `bench steps` by method.
 
     Results of one size must share protocol and seeds. Of duplicate rows, the first counts.
 
@@ -54,7 +56,7 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
     Raises:
         ValueError: a result is from another command, is incomplete, or does not fit the others.
     """
-    adders = {"scenes": _add_quality, "merge": _add_quality, "bench unet": _add_speed}
+    adders = {"scenes": _add_quality, "merge": _add_quality, "bench steps": _add_speed}
     for result in results:
         if result.kind not in adders:
             raise ValueError(
@@ -102,8 +104,8 @@ def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list
     if not titles or not quality:
         sizes = sorted({facts["size"] for facts in speed.values()})
         raise ValueError(
-            f"a plot needs results of scenes and of bench unet, at --size if it is given, but this "
-            f"table has {len(quality)} of scenes and times at the sizes {sizes}."
+            f"a plot needs results of scenes and of bench steps, at --size if it is given, but "
+            f"this table has {len(quality)} of scenes and times at the sizes {sizes}."
         )
     panels = []
     for column, facts in quality.items():
@@ -153,11 +155,13 @@ def _add_speed(
 ) -> None:
     document = result.document
     for timed in document["rows"]:
-        title = f"{timed['size']}² ({document['unet']}; {document['mode']})"
+        if timed["model"] != SPEED_MODEL:
+            continue
+        title = f"{timed['size']}² ({timed['title']}; {timed['run']})"
         facts = {
-            "unet": document["unet"],
+            "unet": timed["title"],
             "size": timed["size"],
-            "mode": timed["mode"],
+            "run": timed["run"],
             "file": result.path.name,
             "device": document["environment"]["device"],
         }
@@ -187,7 +191,8 @@ def _variant(row: Row) -> Variant:
 
 
 def _timed(name: str) -> tuple[Variant, Row]:
-    """What a row from `bench unet` computes, and its facts. The default route is a separate row."""
+    """What a row from `bench steps` computes, and its facts."""
+    name = str(AVQConfig()) if name == AVQ else name
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
     try:
         method = timed_method(name)

@@ -1,8 +1,8 @@
 """The paper's table for SD1.5 on COCO: the commands that make it, their cost, the published values.
 
 OUTPUT/coco holds captions and real images, OUTPUT/distill the runs, OUTPUT/rows the images per row
-and size, OUTPUT/coco_SIZE.json the metrics, OUTPUT/bench_unet_* the times, and OUTPUT/done one file
-per finished step.
+and size, OUTPUT/coco_SIZE.json the metrics, OUTPUT/bench_steps_* the times, and OUTPUT/done one
+file per finished step.
 """
 
 import json
@@ -21,13 +21,13 @@ from eval.quality.protocol import GENERATION
 from eval.store.markdown import markdown_table, number
 
 ROOT = Path(__file__).parents[2]
-BENCH_MODE = "graph"
+BENCH_RUN = "compiled"
 METRICS = {"fid": ("FID", ".2f"), "clip_score": ("CLIP score", ".3f"), "ms": ("ms", ".1f")}
 # Expected gigabytes of COCO, of the distillation data with its cache, of all weights, and of a
 # row's images by image side.
 COCO_GB, LAION_GB, WEIGHTS_GB = 13, 75, 12
 ROW_GB = {512: 14, 1024: 50}
-# Hours on one H200, from the `bench distill` and `bench unet` files named in eval/README.md.
+# Hours on one H200, from the `bench distill` and `bench steps` files named in eval/README.md.
 DISTILL_HOURS = 12
 
 
@@ -36,24 +36,24 @@ class TableRow(NamedTuple):
 
     Attributes:
         label: as printed in the paper.
-        timed: method for `bench unet`.
-        method: method for `coco generate`; None for the result of distilling
+        timed: method for `bench steps`; None for codebooks from distilling
             `configs/sd15_ROW.yaml`.
+        method: method for `coco generate`; None for the result of distilling.
     """
 
     label: str
-    timed: str
+    timed: str | None = None
     method: str | None = None
 
 
 ROWS = {
-    "exact": TableRow("SD1.5 (FA-v2)", "fa2", "exact"),
+    "exact": TableRow("SD1.5 (FA-v2)", "exact", "exact"),
     "linfusion": TableRow("LinFusion", "linfusion"),
     "tome": TableRow("ToMe-SD (r = 0.5)", "tome", "tome"),
-    "m32p8c8": TableRow("AVQ M32P8C8", "M32P8C8@L0/tuned"),
-    "m64p16c8": TableRow("AVQ M64P16C8", "M64P16C8@L0/tuned"),
-    "m128p32c8": TableRow("AVQ M128P32C8", "M128P32C8@L0/tuned"),
-    "m64p16c8_level1": TableRow("AVQ M64P16C8, levels 0 and 1", "M64P16C8@L01/tuned"),
+    "m32p8c8": TableRow("AVQ M32P8C8"),
+    "m64p16c8": TableRow("AVQ M64P16C8"),
+    "m128p32c8": TableRow("AVQ M128P32C8"),
+    "m64p16c8_level1": TableRow("AVQ M64P16C8, levels 0 and 1"),
     "own_m64p16c8": TableRow("AVQ M64P16C8, own codewords", "M64P16C8@L0/own"),
     "own_m64c8t1e-4_level1": TableRow("AVQ M64C8T1e-4, levels 0 and 1", "M64C8T1e-4@L01"),
 }
@@ -165,11 +165,11 @@ def plan(request: Request) -> list[Step]:
         steps += [_generate(request, name, size) for name in request.rows]
         steps.append(_score(request, size))
     if request.device == "cuda":
-        methods = ",".join(ROWS[name].timed for name in request.rows)
-        sizes = ",".join(map(str, request.sizes))
-        options = ("--sizes", sizes, "--methods", methods, "--modes", BENCH_MODE)
+        methods = ",".join(_timed(request, name) for name in request.rows)
+        models = ",".join(f"sd15@{size}" for size in request.sizes)
+        options = ("--models", models, "--methods", methods, "--runs", BENCH_RUN)
         where = ("--device", request.device, "--output", request.output)
-        steps.append(Step("bench unet", _python("eval", "bench", "unet", *options, *where)))
+        steps.append(Step("bench steps", _python("eval", "bench", "steps", *options, *where)))
     return steps
 
 
@@ -224,13 +224,13 @@ def carry_out(request: Request, steps: Iterable[Step]) -> None:
 def measured(request: Request) -> dict[str, dict[int, dict[str, Any]]]:
     """FID, CLIP score and milliseconds by row and size, from finished steps' files."""
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in request.rows}
+    path = request.output / f"bench_steps_{request.device}.json"
+    timed = json.loads(path.read_text())["rows"] if path.exists() else []
+    times = {(row["size"], row["method"]): row["ms"] for row in timed}
     for size in request.sizes:
         scored = json.loads((request.output / f"coco_{size}.json").read_text())["rows"]
-        path = request.output / f"bench_unet_{size}_{BENCH_MODE}_{request.device}.json"
-        timed = json.loads(path.read_text())["rows"] if path.exists() else []
-        times = {row["method"]: row["ms"] for row in timed}
         for name, row in zip(request.rows, scored, strict=True):
-            found[name][size] = {**row, "ms": times.get(ROWS[name].timed)}
+            found[name][size] = {**row, "ms": times.get((size, _timed(request, name)))}
     return found
 
 
@@ -275,6 +275,11 @@ def _generate(request: Request, name: str, size: int) -> Step:
         hours=None if hours is None else hours * share / request.processes,
         gigabytes=ROW_GB.get(size, 0) * share,
     )
+
+
+def _timed(request: Request, name: str) -> str:
+    """The method for `bench steps`."""
+    return ROWS[name].timed or str(_run(request, name) / "codebooks")
 
 
 def _score(request: Request, size: int) -> Step:

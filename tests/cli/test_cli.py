@@ -26,6 +26,7 @@ from tiny import (
     two_level_unet,
 )
 from tiny_transformers import flux_pipe, sd3_pipe, sd3_transformer
+from torch._dynamo.utils import counters
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -37,7 +38,7 @@ from avq_diffusers import (
     set_threshold,
     summary,
 )
-from avq_diffusers.cli import bench, images
+from avq_diffusers.cli import bench, images, loading
 from avq_diffusers.cli import generate as generation
 from avq_diffusers.cli import output as outputs
 from avq_diffusers.cli.images import (
@@ -51,6 +52,7 @@ from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
+from avq_diffusers.hosts.core import routing
 from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.verbs import states_of
 from avq_diffusers.images import MARGIN, psnr
@@ -161,6 +163,54 @@ def test_generate_with_the_embedded_model(avq, tmp_path):
     assert "PSNR" in output
     assert "image:avq.pngsheet:avq_sheet.png" in output
     assert entry_points(group="console_scripts")["avq"].value == "avq_diffusers.cli.main:main"
+
+
+def test_a_route_is_that_of_apply_avq(avq, model, monkeypatch):
+    """Catches an AVQ image that exact attention made, layers that run AVQ where apply_avq would
+    not, and a result that does not say so."""
+    monkeypatch.setattr(routing, "MEASURED", ("cpu",))
+    monkeypatch.setattr(routing, "break_even", lambda *call: routing.NEVER_FASTER)
+    arguments = ("--model", model, "--steps", "1", "--config", "M8C2T5")
+    code, output = avq("generate", PROMPT, *arguments)
+    forced = squeezed("apply_avq would keep it, but this command runs AVQ to show it.")
+    assert code == 0
+    assert forced in output
+    always = apply_avq(two_level_pipe(), AVQConfig.parse("M8C2T5"), route="always")
+    assert np.array_equal(pixels("avq.png"), make(always))
+    num_layers = len(states_of(always))
+
+    def faster_at_level_0(workload, device, trial):
+        return routing.BreakEven(256, 256, 255, 255)
+
+    monkeypatch.setattr(routing, "break_even", faster_at_level_0)
+    code, output = avq("generate", PROMPT, *arguments)
+    assert code == 0
+    assert forced not in output
+    exact = output.count("exact:faster")
+    assert 0 < exact < num_layers
+    said = f"{exact} of {num_layers} layers run exact attention, which is faster there."
+    assert squeezed(said) in output
+
+
+def test_a_model_is_compiled_and_of_another_dtype(avq, model, monkeypatch):
+    """Catches options that are read and forgotten."""
+    monkeypatch.setattr(loading, "COMPILE_UNET", {"backend": "eager", "dynamic": False})
+    options = ("--model", model, "--steps", "1", "--dtype", "bfloat16", "--compile")
+    seen = []
+    monkeypatch.setattr(
+        generation, "compile_model", lambda pipe: (seen.append(pipe), loading.compile_model(pipe))
+    )
+    counters.clear()
+    assert avq("generate", PROMPT, *options)[0] == 0
+    assert counters["stats"]["unique_graphs"] >= 2  # exact attention and AVQ
+    assert {x.dtype for x in seen[0].unet.parameters()} == {torch.bfloat16}
+    monkeypatch.setattr(bench, "compile_model", seen.append)
+    assert avq("bench", PROMPT, *options, "--threshold", "0.1")[0] == 0
+    assert seen[1].unet.dtype == torch.bfloat16
+    transformer = sd3_pipe()
+    loading.compile_model(transformer)
+    compiled = transformer.transformer.transformer_blocks
+    assert all(block._compiled_call_impl is not None for block in compiled)
 
 
 @pytest.mark.gpu
@@ -467,7 +517,7 @@ def test_inspect(avq):
 def test_bench_generates_what_generate_does(avq, generate, model, codebooks):
     """Catches choices that run as one another, times without images, another exact one."""
     arguments = ("--model", model, "--codebooks", codebooks, "--steps", "1")
-    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--images", "2")
+    code, output = avq("bench", PROMPT, *arguments, "--num-refined", "0,4", "--images", "2")
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
     assert "plot:avq_bench.pngsheet:avq_bench_sheet.png" in output
@@ -485,24 +535,24 @@ def test_bench_generates_what_generate_does(avq, generate, model, codebooks):
 
 @pytest.mark.usefixtures("coarse_thresholds")
 @pytest.mark.parametrize(
-    ("several", "one", "values"),
+    ("dial", "values"),
     [
-        ("--thresholds", "--threshold", ("0.01", "0.2")),
-        ("--refined", "--num-refined", ("8", "2")),
-        ("--tolerances", "--tolerance", ("0.002", "0.05")),
+        ("--threshold", ("0.01", "0.2")),
+        ("--num-refined", ("8", "2")),
+        ("--tolerance", ("0.002", "0.05")),
     ],
 )
-def test_bench_of_a_dial_generates_what_generate_does(avq, model, several, one, values):
+def test_bench_of_a_dial_generates_what_generate_does(avq, model, dial, values):
     """Catches one choice for all, on the image of another request, or of another dial."""
     arguments = ("--model", model, "--steps", "2", "--config", "M8C2T1e-4", "--levels", "0,1")
-    code, output = avq("bench", PROMPT, *arguments, several, ",".join(values))
+    code, output = avq("bench", PROMPT, *arguments, dial, ",".join(values))
     assert code == 0
-    label = {"--refined": "refined"}.get(several, one.removeprefix("--"))
+    label = dial.removeprefix("--").removeprefix("num-")
     assert f"{values[0]}{label}" in output
     sheet = pixels("avq_bench_sheet.png")
     places = []
     for value in values:
-        assert avq("generate", PROMPT, *arguments, one, value)[0] == 0
+        assert avq("generate", PROMPT, *arguments, dial, value)[0] == 0
         places.append(lefts(sheet, pixels("avq.png")))
     assert places[0] < places[1]
 
@@ -548,7 +598,7 @@ def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
     code, output = avq("bench", PROMPT, *arguments)
     assert code == 0
     assert output.count("refined") == 1
-    code, output = avq("bench", PROMPT, *arguments, "--refined", "1", "--out", "other.png")
+    code, output = avq("bench", PROMPT, *arguments, "--num-refined", "1", "--out", "other.png")
     assert code == 2
     assert output.endswith(squeezed("avq: refined parents must be between 0 and 0, but got 1."))
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
@@ -593,16 +643,16 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         ("generate --tolerance 0.1 --threshold 0.1", "--threshold and --tolerance exclude each"),
         ("generate --threshold -1", "--threshold must be at least 0, but got -1.0"),
         ("generate --threshold 1e-4 --codebooks CODEBOOKS", "Thresholds and tolerances exclude"),
-        ("bench --thresholds 1e-4,x", "--thresholds must be numbers such as 0.1 or 0.05,0.1"),
-        ("bench --thresholds nan", "--thresholds must be at least 0, but got nan"),
+        ("bench --threshold 1e-4,x", "--threshold must be numbers such as 0.1 or 0.05,0.1"),
+        ("bench --threshold nan", "--threshold must be at least 0, but got nan"),
         (
             "generate --tolerance 0.1 --codebooks CODEBOOKS",
             "exclude --codebooks, whose dial is the",
         ),
-        ("bench --tolerances 0.1 --refined 8", "--refined and --tolerances exclude each other"),
+        ("bench --tolerance 0.1 --num-refined 8", "--num-refined and --tolerance exclude each"),
         ("generate --exact nowhere", "but got 'nowhere'; one of them is down_blocks.0.att"),
         ("generate --config M4P2C2 --num-refined 5", "M4P2C2 can refine 0 to 4 parents, but got 5"),
-        ("bench --config M4P2C2 --refined 2,5", "can refine 0 to 4 parents, but got 2, 5"),
+        ("bench --config M4P2C2 --num-refined 2,5", "can refine 0 to 4 parents, but got 2, 5"),
         ("generate --scalecrafter", "training size, 128, but got 128 x 128"),
         ("generate --scalecrafter --height 192 --width 192", "ScaleCrafter settings for 256 x 256"),
         ("generate --steps 1001", "must be at most the model's 1000 timesteps, but got 1001"),
@@ -612,6 +662,10 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         ("generate --out b.png", "--out b.png writes b_sheet.png, but that is a folder"),
         ("generate --out folder.png", "--out folder.png writes folder.png, but that is a folder"),
         ("generate --device abacus", "abacus"),
+        (
+            "generate --dtype int8",
+            "--dtype must be one of float32, float16, bfloat16, but got 'int",
+        ),
         ("calibrate --prompts empty.txt", "empty.txt holds no prompt"),
         (
             "calibrate --prompts latin.txt",

@@ -72,7 +72,7 @@ def test_needs_no_pytorch(tmp_path):
         ("avq --version", 0, "avq-diffusers"),
         ("avq generate", 2, "Missing argument"),
         ("avq generate fox --height 100", 2, "--height must be a multiple of 8"),
-        ("avq bench fox --config M4P2C2 --refined 5", 2, "M4P2C2 can refine 0 to 4 parents"),
+        ("avq bench fox --config M4P2C2 --num-refined 5", 2, "M4P2C2 can refine 0 to 4 parents"),
         ("avq calibrate --out a --levels zero", 2, "--levels must be numbers such as 0"),
         ("avq bench fox --out a.txt", 2, "--out must end in .png"),
         ("eval --help", 0, "Measure AVQ attention"),

@@ -1,64 +1,58 @@
-"""`eval bench unet` and `bench transformer`: rows that time what they name, here on the CPU."""
+"""`eval bench steps`: rows that time what they name, here with tiny networks on the CPU."""
 
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import UNet2DConditionModel
 from eval_helpers import failed_command, run_command
 from torch._dynamo.utils import counters
 
-from avq_diffusers import select_layers
-from avq_diffusers.mini import MINI_SD
-from eval.benchmarks import step
-from eval.benchmarks.models import TRANSFORMERS, UNETS
-from eval.benchmarks.networks import bench_of, layer_states
-from eval.benchmarks.step import Choice, step_rows
-from eval.methods.avq import LEVELS
+from avq_diffusers import AVQConfig, select_layers, summary
+from avq_diffusers.hosts.core import routing
+from eval.benchmarks import networks, steps
+from eval.benchmarks.models import MODELS
+from eval.benchmarks.networks import NetworkBench, layer_states
+from eval.benchmarks.steps import Case, cases_of, measured
 from eval.methods.peer import Peer
-from eval.methods.registry import method_label, timed_method
+from eval.methods.registry import AVQ
 
 CPU = torch.device("cpu")
-
-
-def tiny_unet_bench(**config):
-    """Of a tiny UNet that is calibrated at 64 pixels."""
-    tiny = UNETS["sd15"].for_device(CPU)
-    config = {**tiny.config, "layers_per_block": 1, **config}
-    return bench_of(replace(tiny, config=config, sizes=(64,)), CPU, compile_backend="eager")
+UNET_NAMES = [name for name, model in MODELS.items() if model.is_unet]
+OTHERS = [name for name in MODELS if name not in UNET_NAMES]
 
 
 @pytest.fixture(autouse=True)
-def two_turns(monkeypatch):
-    monkeypatch.setattr(step, "TURNS", 2)
+def quick(monkeypatch):
+    """The back end that generates code is left to the GPU run."""
+    for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
+        monkeypatch.setattr(networks, name, {"backend": "eager", "dynamic": False})
 
 
 @pytest.fixture(scope="module")
-def unet():
-    return tiny_unet_bench()
+def bench_of():
+    found = {}
+
+    def bench(name):
+        if name not in found:
+            tiny = MODELS[name].for_device(CPU)
+            fewer = {"layers_per_block": 1} if tiny.is_unet else {}
+            found[name] = NetworkBench(replace(tiny, config={**tiny.config, **fewer}), CPU)
+        return found[name]
+
+    return bench
 
 
-@pytest.fixture(scope="module", params=TRANSFORMERS)
-def transformer(request):
-    return bench_of(TRANSFORMERS[request.param].for_device(CPU), CPU, compile_backend="eager")
+def size_of(name):
+    model = MODELS[name]
+    return model.sizes[0] if model.multiple is None else 128 if model.is_unet else 256
 
 
-def side_of(bench):
-    return bench.model.sizes[0] if bench.model.multiple is None else 64
-
-
-def rows_of(bench, methods, mode="eager"):
-    *_, rows = step_rows(bench, side_of(bench), mode, methods, window_ms=1)
-    return {row["method"]: row for row in rows}
-
-
-def states(bench):
-    """What AVQ keeps, by layer."""
-    found = {layer.name: layer.avq_state for layer in select_layers(bench.network)}
-    return {name: state for name, state in found.items() if state is not None}
+def row_of(bench, name, method, run="eager"):
+    return measured(bench(name), Case(name, size_of(name), run, method), 0.001)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +71,7 @@ def states(bench):
 def test_the_configurations_are_those_of_the_models(name, billions, attentions, num_blocks):
     """The published numbers of parameters; those of videos for all blocks, of which one is timed,
     and for the blocks that refine the text."""
-    model = {**UNETS, **TRANSFORMERS}[name]
+    model = MODELS[name]
     rest = {"num_layers": num_blocks, "num_refiner_layers": 2} if num_blocks else {}
     blocks = {x: n for x, n in rest.items() if x in model.config}
     with torch.device("meta"):
@@ -95,157 +89,108 @@ def test_the_configurations_are_those_of_the_models(name, billions, attentions, 
     assert counts[0] == attentions
     # What is multiplied has the attention of the whole within half a percent.
     assert counts[1] * (num_blocks or model.times) == pytest.approx(attentions, rel=0.005)
-    heads = {"sd15": {0: (8, 40), 1: (8, 80)}, "sdxl": {1: (10, 64), 2: (20, 64)}}
-    if name in heads:
-        layers = select_layers(whole, model.levels)
-        assert {x.level: (x.num_heads, x.head_dim) for x in layers} == heads[name]
 
 
-def test_rows_of_a_unet(unet):
-    """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_a_model(bench_of, name):
+    """Catches AVQ that does not run, stays, or runs another configuration than the default, a
+    limit that attends, and a limit in other layers than AVQ's."""
+    exact, avq, limit = (row_of(bench_of, name, method) for method in ("exact", AVQ, "limit"))
+    assert all(row["ms"] > 0 for row in (exact, avq, limit))
+    assert exact["difference"] == 0
+    assert 0 < avq["difference"] < limit["difference"]
+    ran, served = avq["layers"]
+    assert ran == served > 0
+    network = bench_of(name).network
+    assert layer_states(network) == []
+    inputs = bench_of(name).inputs(size_of(name))
+    with torch.no_grad(), bench_of(name).method(AVQ, inputs):
+        rows = [row for row in summary(network).rows if row.config]
+        states = layer_states(network)
+        assert {x.config.changed(levels=(0, 1)) for x in states} == {AVQConfig()}
+        assert {x.route.route for x in states} == {"fastest"}
+        levels = {row.level for row in rows}
+    names = {layer.name for layer in select_layers(network) if layer.level in levels}
+    assert {row.name for row in rows} == names
+
+
+@pytest.mark.parametrize("name", ["sd15", "flux"])
+def test_layers_have_the_columns_of_trained_models(bench_of, name):
+    """Catches the columns of random weights at the default threshold."""
+    size = 512 if name == "flux" else 256
+    row = measured(bench_of(name), Case(name, size, "eager", AVQ), 0.001)
+    expected = MODELS[name].columns
+    level = 0
+    most = 1024 + 512  # tokens of the image, and of the text
+    assert row["by_level"][level] == pytest.approx(min(expected[level], most), rel=0.05)
+
+
+def test_rows_of_other_methods(bench_of):
+    """Fails for a method that leaves the UNet changed, or does nothing."""
     pytest.importorskip("tomesd")
-    before = unet.network.attn_processors
-    methods = ("exact", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "M4P2C2/own", "linfusion")
-    methods += ("tome", "tome@L01", "fa2")
-    rows = rows_of(unet, methods)
-    *timed, fa2 = rows.values()
-    for row in timed:
-        assert row["error"] < 1e-5
-        assert row["steps"] == 2
-        assert row["over_limit"] == pytest.approx(row["ms"] / rows["limit"]["ms"])
-        assert row["over_sdpa"] == pytest.approx(row["ms"] / rows["exact"]["ms"])
-    changes = [row["difference_from_sdpa"] for row in timed]
-    assert changes[0] == 0
-    assert min(changes[1:]) > 0.01
-    assert len(set(changes)) == len(timed)
-    assert rows["linfusion"]["difference_from_sdpa"] > 0.1 < rows["limit"]["difference_from_sdpa"]
-    assert (fa2["ms"], fa2["note"]) == (None, "FA2 needs a CUDA device")
-    after = unet.network.attn_processors
+    before = bench_of("sd15").network.attn_processors
+    methods = "M64P16C8/own", "M64C8T1e-1", "linfusion", "tome", "tome@L01"
+    rows = {method: row_of(bench_of, "sd15", method) for method in methods}
+    assert all(row["ms"] > 0 for row in rows.values())
+    changes = [row["difference"] for row in rows.values()]
+    assert min(changes) > 1e-3
+    assert len(set(changes)) == len(rows)
+    after = bench_of("sd15").network.attn_processors
     assert all(after[name] is processor for name, processor in before.items())
-    assert states(unet) == {}
-    notes = {row["note"] for row in rows_of(unet, ("exact", "M4P2C2"), "graph").values()}
-    assert notes == {"CUDA graphs need a CUDA device"}
 
 
-def test_rows_of_a_transformer(transformer):
-    """Fails for a limit that attends, AVQ that does not run or stays, ratios upside down, and times
-    that are not multiplied."""
-    methods = ("exact", "limit", "cudnn", "M4P2C2/own", "M4C2T1e-3", "M4C2T1e-3/fastest")
-    rows = rows_of(transformer, methods)
-    assert layer_states(transformer.network) == []
-    exact, limit, cudnn, own, threshold, fastest = rows.values()
-    assert exact["error"] == limit["error"] == 0
-    assert all(row["error"] < 1e-5 for row in (own, threshold, fastest))
-    assert own["difference_from_sdpa"] > max(1e-3, threshold["difference_from_sdpa"])
-    assert fastest["ms"] > 0
-    assert limit["difference_from_sdpa"] > 0.01
-    assert limit["over_sdpa"] == pytest.approx(limit["ms"] / exact["ms"])
-    assert (cudnn["ms"], cudnn["note"]) == (None, "cuDNN needs a CUDA device")
-    with transformer.method("M4P2C2/own"), torch.no_grad():
-        transformer.predict(*transformer.inputs(side_of(transformer)))
-        assert {tuple(x.calls) for x in layer_states(transformer.network)} == {("AVQ",)}
-
-
-def test_a_model_with_a_mask_is_timed_in_eager_steps():
+def test_a_model_with_a_mask_is_timed_in_eager_steps(bench_of):
     """Catches exact attention that is timed as AVQ, since compiled code cannot read the mask."""
-    bench = bench_of(TRANSFORMERS["hunyuan15"].for_device(CPU), CPU)
-    (row,) = rows_of(bench, ["M4P2C2/own"], "compile").values()
+    row = row_of(bench_of, "hunyuan15", AVQ, "compiled")
     assert (row["ms"], row["note"]) == (None, "AVQ reads a mask on the host, in eager steps only")
 
 
-def test_times_are_those_of_all_blocks():
-    rows = [{"method": "exact", "ms": 6.0}, {"method": "limit", "ms": 2.0}]
-    rows += [{"method": "cudnn", "ms": None}]
-    exact, limit, cudnn = step.in_all_blocks(rows, 10)
-    assert (exact["ms"], exact["over_limit"], exact["over_sdpa"]) == (60, 3, 1)
-    assert (limit["ms"], limit["over_cudnn"]) == (20, None)
-    assert (cudnn["ms"], cudnn["over_limit"]) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "label", "route", "is_tuned"),
-    [
-        ("M4P2C2@L0/fastest", "AVQ 4/2/2, level 0, fastest route", "fastest", False),
-        ("M4P2C2@L0/tuned", "AVQ 4/2/2, level 0, tuned projections", "always", True),
-        ("M4P2C2-up_blocks.2", "AVQ 4/2/2, up_blocks.2 exact", "always", False),
-        ("M4P2C2@L0/own2", "AVQ 4/2/2, own codewords, 2 updates, level 0", "always", False),
-        ("M5/means", "VQ 5, mean keys", "always", False),
-        ("M4C2T1e-3/fastest", "AVQ 4/2, threshold 0.001, fastest route", "fastest", False),
-        (
-            "M4C2T1e-4@L0/tuned",
-            "AVQ 4/2, threshold 1e-4, level 0, tuned projections",
-            "always",
-            True,
-        ),
-    ],
-)
-def test_a_row_runs_what_its_label_says(unet, name, label, route, is_tuned):
-    """Fails where the row of AVQ is timed with some layers exact, with a row's changes of
-    projections, or without the layers that its name leaves exact."""
-    with unet.method(name):
-        found = states(unet)
-        assert {state.route.route for state in found.values()} == {route}
-    config = timed_method(name).config
-    assert {replace(s.config, levels=config.levels) for s in found.values()} == {config}
-    assert {s.weights.codebook is None for s in found.values()} == {timed_method(name).own}
-    changes = {state.weights.projection_changes is not None for state in found.values()}
-    assert changes == {is_tuned}
-    assert method_label(name) == label
-    levels = (0,) if "@L0" in name else LEVELS
-    expected = {layer.name for layer in select_layers(unet.network, levels)}
-    exact = {layer for layer in expected if layer.startswith(f"{name.partition('-')[2]}.")}
-    assert found.keys() == expected - exact
-    assert bool(exact) == ("-up" in name)
-
-
-def test_a_step_that_is_wrong_gets_no_time(unet, monkeypatch):
-    """Fails where NaN is lost among the errors, and for rows that ran exact attention."""
-    conv = unet.network.conv_out
-    with conv.register_forward_hook(lambda module, args, output: output * math.nan):
-        for row in rows_of(unet, ("exact", "M4P2C2")).values():
-            assert row["ms"] is None
-            assert row["note"].startswith("wrong output: relative error nan")
-    real = unet.method
-
-    def method(name, *, oracle=False):
-        return real(name if oracle or name == "exact" else "exact", oracle=oracle)
-
-    monkeypatch.setattr(unet, "method", method)
-    sdpa, *others = rows_of(unet, ("exact", "M4P2C2", "limit", "linfusion")).values()
-    assert sdpa["ms"] > 0
-    for row in others:
-        assert row["ms"] is None
-        assert row["note"].startswith("wrong output")
-
-
-@pytest.mark.long
-def test_a_compiled_unet():
-    """Dynamo takes the step; the back end that generates code is left to the GPU run."""
-    rows = rows_of(tiny_unet_bench(), ("M4P2C2", "limit", "linfusion", "M4P2C2/own"), "compile")
-    for row in rows.values():
-        assert row["error"] < 1e-5
-        assert row["ms"] > 0
-        assert row["over_sdpa"] is None
-    assert rows["limit"]["over_limit"] == 1
-
-
-def test_a_compiled_transformer():
-    """Catches blocks that are not compiled, one graph for every block, and blocks that stay
-    compiled."""
+@pytest.mark.parametrize("name", [pytest.param("sd15", marks=pytest.mark.long), "sd35-medium"])
+def test_a_compiled_model(bench_of, name):
+    """Catches a model that is not compiled, or stays so, a graph for every block, and AVQ lost in
+    compiled code."""
     counters.clear()
-    model = TRANSFORMERS["sd35-medium"].for_device(CPU)
-    bench = bench_of(replace(model, part={}), CPU, compile_backend="eager")
-    (row,) = rows_of(bench, ["M4P2C2/own"], "compile").values()
-    assert row["error"] < 1e-5
+    row = row_of(bench_of, name, AVQ, "compiled")
     assert row["ms"] > 0
-    assert (counters["stats"]["unique_graphs"], counters["graph_break"]) == (3, {})
-    assert not any("forward" in vars(block) for block in bench.network.transformer_blocks)
+    assert counters["graph_break"] == {}
+    assert counters["stats"]["unique_graphs"] == {"sd15": 1, "sd35-medium": 2}[name]
+    ran, served = row["layers"]
+    assert ran == served > 0
+    assert all(x._compiled_call_impl is None for x in bench_of(name).network.modules())
+
+
+def test_compiled_layers_follow_the_route_of_compiled_code():
+    """Catches the layers of eager calls beside the time of compiled ones."""
+    known = routing.BreakEven(eager=4096, compiled=1024)
+    route = SimpleNamespace(break_even={"workload": known})
+    for tokens, last_call, runs in ((512, "faster", False), (1024, "faster", True)):
+        state = SimpleNamespace(route=route, last_call=last_call, last_order=range(tokens))
+        assert networks._runs_avq(state, is_compiled=True) == runs
+        assert not networks._runs_avq(state, is_compiled=False)
+    unmeasured = SimpleNamespace(route=SimpleNamespace(break_even={}), last_call="AVQ")
+    assert networks._runs_avq(unmeasured, is_compiled=True)
+
+
+def test_a_step_that_is_wrong_gets_no_time(bench_of, monkeypatch):
+    """Fails where NaN is lost among the errors, and for compiled code with another output."""
+    network = bench_of("sd15").network
+    with network.conv_out.register_forward_hook(lambda module, args, output: output * math.nan):
+        assert row_of(bench_of, "sd15", "exact")["note"].startswith("wrong output: nan")
+    real = bench_of("sd15").compiled
+
+    def compiled():
+        network.conv_in.register_forward_hook(lambda module, args, output: 2 * output)
+        return real()
+
+    monkeypatch.setattr(bench_of("sd15"), "compiled", compiled)
+    row = row_of(bench_of, "sd15", "exact", "compiled")
+    network.conv_in._forward_hooks.clear()
+    assert (row["ms"], row["note"].partition(":")[0]) == (None, "wrong output")
 
 
 @torch.no_grad()
-def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, transformer):
-    """Catches a step without the peer, cross-attention that is replaced, a lost scale, and tokens
-    in another order than text and image have."""
+def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, bench_of):
+    """Catches a step without the peer, cross-attention that is replaced, and a lost scale."""
     calls = []
     exact = F.scaled_dot_product_attention
 
@@ -255,100 +200,85 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, transformer):
         return exact(*inputs, scale=scale)
 
     monkeypatch.setattr(Peer, "attend", attend)
-    inputs = transformer.inputs(side_of(transformer))
-    with transformer.method("pisa0@.15"):
-        by_peer = transformer.predict(*inputs)
-    torch.testing.assert_close(by_peer, transformer.predict(*inputs))
-    with transformer.method("M4P2C2/own"):
-        num_layers = len(layer_states(transformer.network))
-    assert calls == [("pisa0", 0.15)] * num_layers
+    bench = bench_of("wan")
+    inputs = bench.inputs(480)
+    expected = bench.predict(*inputs)
+    with bench.method("pisa0@.15", inputs):
+        torch.testing.assert_close(bench.predict(*inputs), expected)
+    assert calls == [("pisa0", 0.15)] * len(select_layers(bench.network))
 
 
-@pytest.mark.parametrize(
-    ("group", "model", "title", "stem"),
-    [
-        ("unet", "sd15", {"unet": "tiny, for SD1.5, random weights"}, "bench_unet"),
-        ("unet", "sdxl", {"unet": "tiny, for SDXL, random weights"}, "bench_unet_sdxl"),
-        (
-            "transformer",
-            "flux",
-            {
-                "model": "tiny, for Flux",
-                "timed_blocks": {"num_layers": 1, "num_single_layers": 2},
-                "multiplied_by": 2,
-            },
-            "bench_transformer_flux",
-        ),
-    ],
-)
-def test_the_commands(group, model, title, stem, tmp_path, monkeypatch, capsys):
-    """Fails for results in the files of another model, and SDXL without its conditions."""
-    options = ["--model", model, "--device", "cpu", "--sizes", 64, "--modes", "eager"]
-    options += ["--seconds", 0.001, "--methods", "exact,limit", "--output", tmp_path]
-    run_command(monkeypatch, "bench", group, *options)
-    path, plot = tmp_path / f"{stem}_64_eager_cpu.json", tmp_path / f"{stem}_64_cpu.png"
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Catches a killed run that loses its rows, a rerun that measures them again or keeps those of
+    other code, times that are not those of all blocks, and ratios upside down."""
+    options = ["bench", "steps", "--device", "cpu", "--models", "wan@480,sd35-medium@128"]
+    options += ["--window", 0.001, "--runs", "eager", "--output", tmp_path]
+    path = tmp_path / "bench_steps_cpu.json"
+    real = steps.measured
+
+    def killed(bench, case, window):
+        if case.model == "sd35-medium":
+            raise KeyboardInterrupt
+        return real(bench, case, window)
+
+    monkeypatch.setattr(steps, "measured", killed)
+    with pytest.raises(AssertionError):  # its exit code
+        run_command(monkeypatch, *options)
+    kept = json.loads(path.read_text())["rows"]
+    assert [row["method"] for row in kept] == ["exact", "avq"]
+    monkeypatch.setattr(steps, "measured", real)
+    run_command(monkeypatch, *options, "--seconds", 0)
+    assert "Out of time at sd35-medium 128 eager exact" in capsys.readouterr().out
+    run_command(monkeypatch, *options)
     document = json.loads(path.read_text())
-    assert document.items() >= title.items()
-    assert [row["method"] for row in document["rows"]] == ["exact", "limit"]
-    assert document["rows"][1]["over_limit"] == 1
-    drawn = plot.read_bytes()
-    plot.unlink()
-    run_command(monkeypatch, "plot", path)
-    assert plot.read_bytes() == drawn
-    printed = capsys.readouterr().out
-    assert "| 64 | eager | limit | " in printed
-    assert ("times are scaled by 2." in printed) == (group == "transformer")
-    run_command(monkeypatch, "bench", group, *options, "--minutes", 0)
+    rows = document["rows"]
+    assert [row["ms"] for row in rows[:2]] == [row["ms"] for row in kept]
+    assert len(rows) == 6
+    for row in rows:
+        exact = next(x for x in rows if x["model"] == row["model"])
+        assert row["times_as_fast"] == pytest.approx(exact["ms"] / row["ms"])
+    monkeypatch.setattr(steps, "_times", lambda *_: [3.0, 5.0, 4.0])
+    document["environment"]["commit"] = "another"
+    path.write_text(json.dumps(document))
+    run_command(monkeypatch, *options)
     rows = json.loads(path.read_text())["rows"]
-    assert [row["note"] for row in rows] == ["not started: out of time"] * 2
-
-
-def test_mini_sd_is_itself_at_its_sizes():
-    """Fails for random weights, and latents of SD1.5's scale."""
-    bench = bench_of(UNETS["mini-sd"].for_device(CPU), CPU)
-    stored = UNet2DConditionModel.from_pretrained(MINI_SD, subfolder="unet").state_dict()
-    loaded = bench.network.state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
-    sample, text = bench.inputs(64)
-    assert (sample.shape, text.shape) == ((2, 4, 16, 16), (2, 77, 192))
-
-
-def test_panels_name_devices_that_differ(tmp_path, monkeypatch):
-    """Catches a plot that sets times of two cards side by side and does not say so."""
-    for mode, device in (("graph", "H200"), ("eager", "H100")):
-        rows = [{"mode": mode, "label": "limit", "ms": 1.0}]
-        document = {"environment": {"device": device}, "rows": rows, "model": "x"}
-        (tmp_path / f"x_64_{mode}_cuda.json").write_text(json.dumps(document))
-    titles = []
-    monkeypatch.setattr(step, "bar_plot", lambda _, panels, **labels: titles.extend(panels))
-    step.plot_steps(tmp_path, "x", 64, "cuda")
-    assert titles == [f"{step.MODES['graph']}\nH200", f"{step.MODES['eager']}\nH100"]
+    assert {(row["model"], row["ms"]) for row in rows} == {("wan", 4), ("sd35-medium", 8)}
 
 
 @pytest.mark.parametrize(
-    ("group", "options", "message"),
+    ("options", "message"),
     [
-        ("unet", {"model": "sd3"}, "--model must be one of sd15, sdxl, mini-sd, but got 'sd3'"),
-        ("unet", {"methods": "xformers"}, "methods must be exact, "),
-        ("unet", {"methods": "sol@1.3"}, "M64P16C8/tuned, but got 'sol@1.3'"),
-        ("unet", {"model": "sdxl", "methods": "M4"}, "are 1, 2, but M4 changes 0, 1"),
-        ("unet", {"modes": "jit"}, "modes must be graph, compile, eager, but got 'jit'"),
-        ("transformer", {"sizes": "100"}, "--sizes must be multiples of 16 from 64 on, but got 1"),
-        ("transformer", {"model": "wan", "sizes": "512"}, "must be 480 or 720 for one block of W"),
-        ("transformer", {"methods": "M64P16C8"}, "methods for bench transformer are exact, fa2, c"),
+        ({"models": "sd3"}, "models must be some of sd15, sdxl, sd35-medium"),
+        ({"methods": "xformers"}, "methods must be exact, "),
+        ({"methods": "sol@1.3", "models": "sd15"}, "but got 'sol@1.3'"),
+        ({"methods": "M64P16C8", "models": "flux"}, "methods for steps of a transformer are exact"),
+        ({"runs": "jit"}, "runs must be eager, compiled, but got 'jit'"),
+        ({"models": "flux@100"}, "sizes must be multiples of 16 from 64 on, but got 100"),
+        ({"models": "wan@512"}, "sizes must be 480 or 720 for one block of W"),
+        ({"models": "flux@big"}, "a size must be a number, but got 'flux@big'"),
     ],
 )
-def test_refusals(group, options, message, tmp_path, monkeypatch, capsys):
-    """Catches an error after the model is built, or a row of stored codewords that has none."""
+def test_refusals(options, message, tmp_path, monkeypatch, capsys):
+    """Catches an error after a model is built."""
     parts = [x for name, value in options.items() for x in (f"--{name}", value)]
     parts += ["--device", "cpu", "--output", tmp_path]
-    code, last = failed_command(monkeypatch, capsys, "bench", group, *parts)
+    code, last = failed_command(monkeypatch, capsys, "bench", "steps", *parts)
     assert code == 2
     assert message in last
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
-def test_default_methods_and_sizes_are_possible(name):
-    model = {**UNETS, **TRANSFORMERS}[name]
-    Choice(model, model.sizes, model.methods)
+def test_eager_rows_come_first():
+    """Catches a run that compiles before it has the rows that take seconds, and limits that delay
+    what they are compared with."""
+    cases = cases_of("flux@1024,sd15@512", ["compiled", "eager"], ["limit", "exact", AVQ])
+    of_run = [
+        ("flux", 1024, "exact"),
+        ("flux", 1024, AVQ),
+        ("sd15", 512, "exact"),
+        ("sd15", 512, AVQ),
+        ("flux", 1024, "limit"),
+        ("sd15", 512, "limit"),
+    ]
+    assert [(model, size, method) for model, size, _, method in cases] == of_run * 2
+    assert [case.run for case in cases] == ["eager"] * 6 + ["compiled"] * 6

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from eval.benchmarks.step import plot_steps
 from eval.commands.stored import PLOTS, draw
 from eval.quality.compare import compare_sheet
 from eval.store import plots
@@ -18,25 +17,6 @@ from eval.store.plots import (
     heat_maps,
     panel_plot,
 )
-from eval.store.report import save_json
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_plot_of_steps_has_all_modes(device, tmp_path):
-    """Fails for the plot of another model too."""
-    for stem in ("bench_unet", "bench_unet_mini"):
-        for mode in ("graph", "compile"):
-            rows = [{"size": 64, "mode": mode, "label": mode, "ms": len(stem)}]
-            path = tmp_path / f"{stem}_64_{mode}_{device}.json"
-            facts = {"command": "python -m eval bench unet", "device": "cpu", "unet": stem}
-            save_json(path, **facts, rows=rows)
-    plot = tmp_path / f"bench_unet_mini_64_{device}.png"
-    plot_steps(tmp_path, "bench_unet_mini", 64, device)
-    expected = plot.read_bytes()
-    plot.unlink()
-    draw(path)
-    assert plot.read_bytes() == expected
-
 
 OTHERS = "is not a result from python -m eval"
 NO_PLOT = f"plots are those of {', '.join(PLOTS)}, but .* is a result of "

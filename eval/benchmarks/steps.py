@@ -1,0 +1,227 @@
+"""Time a denoising step with what people call: `python -m eval bench steps`.
+
+A row is one model, size, way to run and method. `avq` is `apply_avq(pipe)` by its default, routes
+included, after the calls that settle them. Weights are random and nothing is downloaded, so its
+thresholds are those that give each layer the columns of `Model.columns`, which trained models need
+at the default threshold. Of a transformer, a few blocks of each kind are timed, in about the
+model's proportions, and times are scaled to all blocks.
+
+columns         codewords and keys that a query tile attends to, mean over the layers that AVQ can
+                serve and their tiles; by_level has it per UNet level
+layers          layers that run AVQ, and those that AVQ can serve: the route keeps others exact
+ms              median time of a step
+times_as_fast   time of exact attention divided by the row's
+peak_mib        most memory that an eager step takes beside the weights
+difference      |output - exact| / |exact|, eager
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eval.benchmarks.models import MODELS
+from eval.benchmarks.networks import NetworkBench
+from eval.benchmarks.timing import block_ms
+from eval.methods.base import TRANSFORMER_STEP, UNET_STEP
+from eval.methods.registry import AVQ, EXACT, LIMIT, check_place
+from eval.store.markdown import figure, rows_table
+from eval.store.report import environment, save_json
+
+EAGER, COMPILED = "eager", "compiled"
+RUNS = EAGER, COMPILED
+METHODS = EXACT, AVQ, LIMIT
+# Far above the effect of half precision, far below that of another method.
+TOLERANCE = 0.05
+SAME = "commit", "device", "torch"  # of rows in one file
+COLUMNS = {
+    **{name: name for name in ("model", "size", "run", "method")},
+    "ms": figure("ms"),
+    "times as fast": figure("times_as_fast", ".2f"),
+    "columns": figure("columns", ".0f"),
+    "layers": lambda row: " of ".join(map(str, row.get("layers", "-"))),
+    "peak MiB": figure("peak_mib", ".0f"),
+    "difference": figure("difference", ".1e"),
+    "note": lambda row: row.get("note", ""),
+}
+
+Row = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """What a row times; `size` are pixels of a side, or lines or frames of a video."""
+
+    model: str
+    size: int
+    run: str
+    method: str
+
+
+def cases_of(models: str, runs: Sequence[str], methods: Sequence[str]) -> list[Case]:
+    """The rows of a command: eager before compiled, which takes minutes, and exact attention and
+    AVQ before other methods.
+
+    Args:
+        models: such as "sd15@1024,flux@2048", or "sd15" for all its sizes; the most important
+            first.
+        runs: some of `RUNS`.
+        methods: `"avq"`, or names of `eval.methods`.
+
+    Raises:
+        ValueError: one is unknown or impossible.
+    """
+    found = []
+    for entry in models.split(","):
+        name, _, side = entry.partition("@")
+        if name not in MODELS:
+            raise ValueError(f"models must be some of {', '.join(MODELS)}, but got {name!r}.")
+        model = MODELS[name]
+        if side and not side.isdecimal():
+            raise ValueError(f"a size must be a number, but got {entry!r}.")
+        for size in (int(side),) if side else model.sizes:
+            model.check_size(size)
+            found.append((name, size))
+        for method in methods:
+            if method != AVQ:
+                check_place(method, UNET_STEP if model.is_unet else TRANSFORMER_STEP)
+    for run in runs:
+        if run not in RUNS:
+            raise ValueError(f"runs must be {', '.join(RUNS)}, but got {run!r}.")
+    pairs = [method for method in methods if method in (EXACT, AVQ)]
+    others = [method for method in methods if method not in pairs]
+    return [
+        Case(*place, run, method)
+        for run, some in product([run for run in RUNS if run in runs], (pairs, others))
+        for place, method in product(found, some)
+    ]
+
+
+def run_steps(
+    cases: Sequence[Case],
+    device: torch.device,
+    path: Path,
+    *,
+    command: str,
+    window: float = 2.0,
+    seconds: float | None = None,
+) -> list[Row]:
+    """Time the cases; write `path` after each, and keep those that it has from the same code.
+
+    Args:
+        cases: what to time, in this order.
+        device: where.
+        path: the JSON file.
+        command: the command line, for the file.
+        window: seconds of steps per row; the second half counts.
+        seconds: no row starts after this time.
+    """
+    start = perf_counter()
+    rows = _kept(path, device)
+    bench_of = cache(lambda name: NetworkBench(MODELS[name].for_device(device), device))
+    for case in cases:
+        if case in rows:
+            continue
+        if seconds is not None and perf_counter() - start > seconds:
+            print(f"Out of time at {' '.join(map(str, case))}; the same command continues there.")
+            break
+        row = measured(bench_of(case.model), case, window)
+        rows[case] = case._asdict() | row | {"took": perf_counter() - start}
+        found = with_ratios([*rows.values()])
+        print(rows_table(COLUMNS, found[-1:]).splitlines()[-1], flush=True)
+        save_json(path, command=command, device=device, rows=found)
+    return with_ratios([*rows.values()])
+
+
+@torch.no_grad()
+def measured(bench: NetworkBench, case: Case, window: float) -> Row:
+    """The fields of a row; a note in place of a time if it could not run or its output is wrong."""
+    torch.compiler.reset()
+    row: Row = {"title": bench.model.title, "batch": bench.model.batch, "ms": None}
+    row["dtype"] = str(bench.dtype).removeprefix("torch.")
+    inputs = bench.inputs(case.size)
+    if reason := bench.cannot_run(case.method, is_compiled=case.run == COMPILED):
+        return row | {"note": reason}
+    exact = bench.predict(*inputs).clone()
+    try:
+        with bench.method(case.method, inputs) as facts:
+            eager = bench.predict(*inputs).clone()
+            row |= facts | {"difference": relative_error(eager, exact)}
+            if case.method == AVQ:
+                row |= bench.layers_run(is_compiled=case.run == COMPILED)
+            if case.run == EAGER:
+                row |= {"peak_mib": _peak_mib(bench, inputs)} if bench.cuda else {}
+                output = eager
+                times = _times(bench, inputs, window)
+            else:
+                with bench.compiled():
+                    output = bench.predict(*inputs).clone()
+                    times = _times(bench, inputs, window)
+    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        # Third-party code (ToMe, compilers, kernels of peers) fails in all of these ways.
+        return row | {"note": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    error = relative_error(output, eager)
+    # Compiled code may run AVQ in layers that are exact in eager calls.
+    if not error <= TOLERANCE + row["difference"]:
+        return row | {"note": f"wrong output: {error:.3g} from its eager one"}
+    milliseconds = [x * bench.model.times for x in times]
+    spread = (max(milliseconds) - min(milliseconds)) / median(milliseconds)
+    return row | {"ms": median(milliseconds), "steps": len(times), "spread": spread}
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their times relative to exact attention's of the same model, size and run."""
+    place = itemgetter("model", "size", "run")
+    exact = {place(row): row["ms"] for row in rows if row["method"] == EXACT}
+
+    def ratio(row: Row) -> float | None:
+        base = exact.get(place(row))
+        return base / row["ms"] if base and row["ms"] else None
+
+    return [row | {"times_as_fast": ratio(row)} for row in rows]
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """|output - expected| / |expected|; NaN if either has one."""
+    return ((output.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _kept(path: Path, device: torch.device) -> dict[Case, Row]:
+    """The timed rows of an earlier run of the same code on the same device, by case."""
+    if not path.is_file():
+        return {}
+    document, present = json.loads(path.read_text()), environment(device)
+    if any(document["environment"][name] != present[name] for name in SAME):
+        return {}
+    keys = itemgetter(*Case._fields)
+    return {Case(*keys(row)): row for row in document["rows"] if row["ms"] is not None}
+
+
+def _times(bench: NetworkBench, inputs: Sequence[Tensor], window: float) -> list[float]:
+    """Milliseconds of the later half of the steps: a GPU needs tenths of a second to settle on a
+    clock."""
+
+    def milliseconds() -> float:
+        if bench.cuda:
+            torch.cuda.synchronize()
+        return block_ms(lambda: bench.predict(*inputs), 1, bench.device)
+
+    *_, once = (milliseconds() for _ in range(3))
+    number = max(2, round(1000 * window / once / 2))
+    return [milliseconds() for _ in range(2 * number)][number:]
+
+
+def _peak_mib(bench: NetworkBench, inputs: Sequence[Tensor]) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    bench.predict(*inputs)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
