@@ -28,7 +28,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # for the JUnit file that `reliability/features.py` reads
+    for item in items:  # for the JUnit file that `eval features` reads
         device = "cuda" if "gpu" in item.keywords else "cpu"
         item.user_properties += [(device, mark.args[0]) for mark in item.iter_markers("feature")]
     if not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import torch
 
 from avq_diffusers import select_layers
 from eval.benchmarks.timing import Effort
-from eval.methods import prepare_methods
+from eval.methods.prepared import prepare_methods
 from eval.quality.scenes import Trial, score_methods
 
 CALIBRATION = ("a",)  # prompts

@@ -18,7 +18,6 @@ FOLDER = ROOT / "notebooks"
 REDUCED = {
     "quick_start": "STEPS, SIZE = 1, 64",
     "what_the_codebook_learns": "STEPS, SIZE = 1, 64",
-    "results": "",
     "vision": "VIT, SIZE, LAYER, HEAD = Path({folder!r}) / 'vit', 96, 1, 0",
     "distil_your_own": """
 STEPS, TRAINING_SIZE, SIZE, SAMPLE_STEPS, SCENES, TIMESTEPS = 2, 64, 64, 1, 1, 1

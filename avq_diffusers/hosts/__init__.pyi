@@ -9,10 +9,11 @@ from .core import (
     sampling_weights,
 )
 from .measuring import Allocation, output_errors
-from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
+from .models import FAMILIES, AnyModel, has_unet, select_layers, unet_of, unwrapped
 from .verbs import attention_replaced, gather_codebooks, replace_attention
 
 __all__ = [
+    "FAMILIES",
     "NUM_TRAIN_TIMESTEPS",
     "PROJECTION_PARAMETERS",
     "Allocation",

@@ -23,7 +23,8 @@ from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
 from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
 from eval.keys.calls import mean_columns
-from eval.names import CUDNN, FA2, config_label, method_label, method_name, parse_method
+from eval.methods.avq import config_label, method_name
+from eval.methods.registry import CUDNN, FA2, method_label, parse_method
 
 Row = dict[str, Any]
 

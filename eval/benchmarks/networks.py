@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, select_layers, set_threshold
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from eval.benchmarks.models import Model
-from eval.keys.peers import arranged, attention_in_order
-from eval.methods import layers_run_by, merged_tokens
-from eval.names import AVQ, EXACT, FOLDER, LIMIT, LINFUSION, PEERS, TOME, MethodName, timed_method
+from eval.methods.base import AttentionMethod
+from eval.methods.folder import Folder
+from eval.methods.peer import Peer
+from eval.methods.registry import AVQ, EXACT, LIMIT, LINFUSION, PEERS, TOME, timed_method
+from eval.methods.running import layers_run_by
+from eval.methods.tome import merged_tokens
 
 SHARPNESS = 2  # factor on untrained queries and keys, for a logit spread of about 1
 # Untrained modulations almost switch blocks off; this lets the blocks affect the output.
@@ -85,7 +88,7 @@ class NetworkBench:
             apply_avq(self.network)
             if thresholds:
                 set_threshold(self.network, thresholds)
-        elif (method := timed_method(name)).kind == FOLDER:
+        elif (method := timed_method(name)).kind == Folder.kind:
             codebooks = AVQCodebooks.from_pretrained(method.source).to(self.device)
             apply_avq(self.network, codebooks, route="always")
         elif method.config is not None:
@@ -165,7 +168,7 @@ class NetworkBench:
         self._thresholds[key] = thresholds, facts
         return thresholds, facts
 
-    def _attention(self, method: MethodName) -> AbstractContextManager[None]:
+    def _attention(self, method: AttentionMethod) -> AbstractContextManager[None]:
         """Run attention with a method other than AVQ."""
         if method.source == EXACT:
             return nullcontext()
@@ -178,8 +181,7 @@ class NetworkBench:
             return layers_run_by(self.network, self._linfusion())
         if method.source == TOME:
             return merged_tokens(self.network, method.levels, method.setting)
-        attend = partial(by_peer, method.source, method.setting)
-        return self_attention_by(torch.compiler.disable(attend))
+        return self_attention_by(torch.compiler.disable(partial(by_peer, method)))
 
     def _linfusion(self) -> dict[str, LinFusionProcessor]:
         """LinFusion with random weights in each self-attention layer."""
@@ -250,9 +252,9 @@ def pass_on(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     return value + zero_of(query, key) if torch.compiler.is_compiling() else value
 
 
-def by_peer(source: str, setting: float, *tensors: Tensor, scale: float | None = None) -> Tensor:
+def by_peer(peer: Peer, *tensors: Tensor, scale: float | None = None) -> Tensor:
     """A peer's attention over query, key and value (B, H, N, D), in their given order."""
-    return attention_in_order(source, setting, arranged(source, *tensors), scale)
+    return peer.attend(peer.arranged(*tensors), scale)
 
 
 class LimitProcessor:

@@ -33,7 +33,8 @@ from eval.benchmarks.contenders import TOLERANCE, relative_error
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench
 from eval.benchmarks.timing import block_ms
-from eval.names import AVQ, EXACT, LIMIT, TRANSFORMER_STEP, UNET_STEP, check_place
+from eval.methods.base import TRANSFORMER_STEP, UNET_STEP
+from eval.methods.registry import AVQ, EXACT, LIMIT, check_place
 from eval.store.markdown import figure, rows_table
 from eval.store.report import environment, save_json
 
@@ -72,7 +73,7 @@ def cases_of(models: str, runs: Sequence[str], methods: Sequence[str]) -> list[C
         models: such as "sd15@1024,flux@2048", or "sd15" for all its sizes; the most important
             first.
         runs: some of `RUNS`.
-        methods: `"avq"`, or names of `eval.names`.
+        methods: `"avq"`, or names of `eval.methods`.
 
     Raises:
         ValueError: one is unknown or impossible.

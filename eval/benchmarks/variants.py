@@ -22,7 +22,7 @@ from avq_diffusers.attention.limits import LIMITS, matrix_instructions
 from avq_diffusers.attention.triton import call, gradients, updates
 from avq_diffusers.attention.triton.launch import Launch, Pointer, each
 from avq_diffusers.attention.triton.problem import Layout, Problem
-from eval.names import parse_method
+from eval.methods.registry import parse_method
 from eval.store.markdown import markdown_table, rows_table
 
 Row = dict[str, Any]

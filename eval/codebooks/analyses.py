@@ -24,8 +24,9 @@ from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.mini import Scene
 from eval.codebooks.layer_errors import Row, measure_errors
-from eval.methods import Method
-from eval.names import codewords_form, row_label
+from eval.methods.avq import codewords_form
+from eval.methods.prepared import Method
+from eval.methods.registry import row_label
 from eval.store.markdown import rows_table
 from eval.store.plots import HeatMap, Line, Panel, heat_maps, lines, panel_plot
 

@@ -53,8 +53,9 @@ from avq_diffusers.config import RESOLUTIONS, Spec
 from avq_diffusers.hosts import AttentionFunction, Layer
 from avq_diffusers.mini import Scene, render
 from eval.keys.calls import mean_columns
-from eval.methods import Method, attention_method
-from eval.names import codewords_form, row_label
+from eval.methods.avq import codewords_form
+from eval.methods.prepared import Method, attention_method
+from eval.methods.registry import row_label
 from eval.store.markdown import rows_table
 from eval.store.plots import Panel, lines
 

@@ -165,7 +165,7 @@ def bench_steps_command(
         typer.Option(
             help="Comma-separated: exact, avq (the default), limit, M64P16C8/own. For a UNet "
             "also tome, tome@L01, linfusion, or a folder of codebooks; for a transformer "
-            "pisa@.15, pisa0@.15, sol@1.3. eval/names.py explains them."
+            "pisa@.15, pisa0@.15, sol@1.3. eval/methods explains them."
         ),
     ] = "exact,avq,limit",
     window: Annotated[

@@ -54,8 +54,8 @@ def errors_command(
     At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
     """
     from eval.codebooks.layer_errors import elastic, errors_table, measure_errors
-    from eval.methods import prepare_methods
-    from eval.names import TOME
+    from eval.methods.prepared import prepare_methods
+    from eval.methods.registry import TOME
     from eval.quality.generation import Sampling, dilation, dilation_facts
 
     names = methods.split(",")
@@ -125,7 +125,7 @@ def analyse_command(
     Example: python -m eval analyse heads layers --methods runs/m64/codebooks --device cuda
     """
     from eval.codebooks.analyses import ANALYSES, analyse, check_methods
-    from eval.methods import prepare_methods
+    from eval.methods.prepared import prepare_methods
 
     if unknown := [name for name in names if name not in ANALYSES]:
         raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
@@ -178,7 +178,7 @@ def ablate_command(
     """
     from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
     from eval.codebooks.layer_errors import elastic, measure_errors
-    from eval.methods import prepare_methods
+    from eval.methods.prepared import prepare_methods
 
     numbers = numbers_of("--refined", refined)
     pipe = load_pipeline(model, device)

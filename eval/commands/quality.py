@@ -27,7 +27,7 @@ from eval.commands.options import (
     result_name,
 )
 from eval.commands.stored import draw
-from eval.names import EXACT
+from eval.methods.registry import EXACT
 from eval.store.report import (
     RESULTS,
     Result,

@@ -6,7 +6,7 @@ columns       codewords and keys of the grid that a query attends to, for AVQ th
 error         |o - exact| / |exact| of a layer's output o, with all layers before it exact
 features_off  the same for the model's output, with the method in all of these layers
 ms            time of one layer, with everything that the method computes; only on a GPU (peers get
-              their inputs in order, see eval/keys/peers.py)
+              their inputs in order, see eval/methods/peer.py)
 
 Exact attention is computed in float32 from the same inputs. Errors and columns are means over a
 subject's tests, and then over layers.
@@ -15,13 +15,11 @@ subject's tests, and then over layers.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil
 from operator import itemgetter
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,23 +28,9 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Attended, Tensors
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import Call, answered, mean_columns
-from eval.keys.peers import arranged, attention_in_order, check_peer
-from eval.keys.pooled import BLOCK, pooled_attention, pooled_columns
 from eval.keys.subjects import Subject
-from eval.names import (
-    EXACT,
-    FOLDER,
-    KEYS_ONLY,
-    KINDS,
-    NO_ATTENTION,
-    PEERS,
-    PISA,
-    PISA_ZEROTH,
-    POOLED,
-    TOME,
-    MethodName,
-    parse_method,
-)
+from eval.methods.base import KEYS, AttentionMethod
+from eval.methods.registry import EXACT, NO_ATTENTION, WORDS, parse_method
 from eval.store.markdown import Column, figure, rows_table
 from eval.store.plots import Panel, lines
 
@@ -66,7 +50,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def measured_method(name: str, words: Sequence[str]) -> MethodName:
+def measured_method(name: str, words: Sequence[str]) -> AttentionMethod:
     """Parse the name of a method that can be measured without training: a configuration, or one of
     these words.
 
@@ -86,19 +70,15 @@ def measured_method(name: str, words: Sequence[str]) -> MethodName:
     return method
 
 
-def key_method(name: str) -> MethodName:
+def key_method(name: str) -> AttentionMethod:
     """Parse the name of a method that can be measured on keys.
 
     Raises:
         ValueError: there is no such method.
     """
-    method = measured_method(name, (EXACT, NO_ATTENTION, *KEYS_ONLY))
+    method = measured_method(name, [word.kind for word in WORDS if KEYS in word.places])
     if method.config is not None and method.config.exact:
         raise ValueError(f"each layer is measured alone, so none can stay exact in {name!r}.")
-    if method.source in (PISA, PISA_ZEROTH) and not 0 < method.setting <= 1:
-        raise ValueError(f"a density of {PISA} is above 0 and at most 1, but got {name!r}.")
-    if method.source == POOLED and method.setting % BLOCK:
-        raise ValueError(f"{POOLED} has whole blocks of {BLOCK} keys, but got {name!r}.")
     return method
 
 
@@ -120,9 +100,8 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         ValueError: a name is not a method, a peer cannot run here, or the model has no such layer.
     """
     methods = {name: key_method(name) for name in names}
-    for name, method in methods.items():
-        if method.source in PEERS:
-            check_peer(name, method.source, next(subject.model.parameters()))
+    for method in methods.values():
+        method.check(next(subject.model.parameters()))
     attentions = {
         name: partial(_attention, method, stored_codebooks(subject, method))
         for name, method in methods.items()
@@ -137,7 +116,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         for name, attention in attentions.items():
             attended = attention(call)()
             if attended.shown is None:
-                columns = columns_of(methods[name], call.num_tokens)
+                columns = methods[name].columns(call.num_tokens)
             else:
                 columns = mean_columns(attended)
             of_call = _Found(distance(attended.output, exact), columns)
@@ -173,7 +152,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
             rows.append(
                 {
                     "method": name,
-                    "scheme": scheme_of(method),
+                    "scheme": method.scheme,
                     "size": subject.size,
                     "tokens": num_tokens,
                     "columns": None if None in columns else mean(columns),
@@ -241,43 +220,13 @@ def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
     return Panel(f"{title}, N = {rows[0]['tokens']}", x, curves, xscale="log", yscale="log")
 
 
-def scheme_of(method: MethodName) -> str:
-    """What the points of a curve share: how codewords are made, but not how many."""
-    if method.kind == FOLDER:
-        return "trained"
-    if method.source in PEERS:
-        return KINDS[method.kind].label.rpartition(", ")[0]  # without the setting
-    if method.source == TOME:
-        return KINDS[method.kind].label.partition(" ")[0]
-    if method.config is None:
-        return "pooled blocks" if method.source == POOLED else method.source
-    config = method.config
-    parts = ["AVQ" if config.num_children else "flat VQ", "own" if method.own else "stored"]
-    if not method.own and config.codewords == "means":
-        parts.append("mean keys")
-    if config.num_updates:
-        parts.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
-    if config.threshold is not None:
-        parts.append("threshold")
-    return ", ".join(parts)
-
-
-def columns_of(method: MethodName, num_tokens: int) -> int | None:
-    """Means and keys that a query attends to without AVQ; unknown (None) for Sol-Attn."""
-    if method.source == POOLED:
-        return pooled_columns(num_tokens, int(method.setting) // BLOCK)
-    if method.source in (PISA, PISA_ZEROTH):
-        return pooled_columns(num_tokens, max(1, int(method.setting * ceil(num_tokens / BLOCK))))
-    return {EXACT: num_tokens, NO_ATTENTION: 0}.get(method.source)
-
-
 def distance(output: Tensor, exact: Tensor) -> float:
     """The relative error |output - exact| / |exact|."""
     exact = exact.float()
     return float((output.float() - exact).norm() / exact.norm())
 
 
-def stored_codebooks(subject: Subject, method: MethodName) -> AVQCodebooks | None:
+def stored_codebooks(subject: Subject, method: AttentionMethod) -> AVQCodebooks | None:
     """The codebooks of a method with stored codewords, for all levels; None for others."""
     if not method.is_stored:
         return None
@@ -287,46 +236,15 @@ def stored_codebooks(subject: Subject, method: MethodName) -> AVQCodebooks | Non
 
 
 def _attention(
-    method: MethodName, codebooks: AVQCodebooks | None, call: Call, *, timed: bool = False
+    method: AttentionMethod, codebooks: AVQCodebooks | None, call: Call, *, timed: bool = False
 ) -> Callable[[], Attended]:
     """A method's attention. A timed peer leaves its tokens in the order of blocks."""
     if method.config is not None:
         codebook = None if codebooks is None else codebooks.codebook(call.layer)
         inputs = Tensors.of(codebook=codebook, **call.arguments)
         return lambda: attend(inputs, method.config.spec)
-    run = _other_attention(method, call, timed)
+    run = method.on_keys(call, timed=timed)
     return lambda: Attended(run(), method.source)
-
-
-def _other_attention(method: MethodName, call: Call, timed: bool) -> Callable[[], Tensor]:
-    keys, values = call.columns
-    if method.source == EXACT:
-        tensors = call.query, keys, values
-        return partial(F.scaled_dot_product_attention, *tensors, scale=call.scale)
-    num_queries = call.query.shape[2]
-    if method.source == NO_ATTENTION:
-        return lambda: values[:, :, :num_queries]
-    # Blocks are cut from one sequence. Keys stand in for missing queries of tokens beside the grid.
-    queries = torch.cat([call.query, keys[:, :, num_queries:]], dim=2)
-    beside = torch.arange(call.num_tokens, keys.shape[2], device=keys.device)
-    order = torch.cat([call.key_order.long(), beside])
-    tensors = queries, keys, values
-    if method.source == POOLED:
-        num_exact = int(method.setting) // BLOCK
-        options = {"num_exact": num_exact, "query_order": order, "scale": call.scale}
-        run = partial(pooled_attention, *tensors, **options)
-    else:
-        inputs = arranged(method.source, *tensors, query_order=order)
-        run = partial(attention_in_order, method.source, method.setting, inputs, call.scale)
-        if timed:
-            return run
-        run = partial(_out_of_order, run, order)
-    return lambda: run()[:, :, :num_queries]
-
-
-def _out_of_order(run: Callable[[], Tensor], order: Tensor) -> Tensor:
-    output = run()
-    return torch.empty_like(output).index_copy_(2, order, output)
 
 
 def _answer(attention: Attention, layers: Collection[str], call: Call) -> Tensor:

@@ -17,7 +17,7 @@ from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.mini.loading import load_mini_sd3
 from avq_diffusers.options import first_line
 from eval.keys.photographs import PHOTOGRAPHS, photograph
-from eval.methods import network_of
+from eval.methods.running import network_of
 
 NUM_STEPS = 6
 KEYS_PER_LAYER = 16384

@@ -10,7 +10,8 @@ from statistics import mean, median
 from typing import Any
 
 from avq_diffusers.attention.limits import VERIFIED
-from eval.names import AVQ, EXACT, LIMIT, LINFUSION_CONFIG, NO_ATTENTION, TOME, method_label
+from eval.methods.linfusion import LINFUSION_CONFIG
+from eval.methods.registry import AVQ, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
 from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
 from eval.quality.tolerance import SLACK, tolerance_panels
@@ -24,7 +25,7 @@ MINI = "avq_diffusers/mini"
 # What the quality page shows, in this order.
 COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled", f"{MINI}/distilled-level1"]
 COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
-STEPS = "bench_steps_cuda.json"
+STEPS = "speed/bench_steps_cuda.json"
 TIMED = "1024² (SD1.5; compiled)"  # a column of the methods table
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
@@ -135,8 +136,8 @@ def quality(folder: Path) -> Figures:
     """Images of mini-sd and mini-sd3 against exact attention's."""
     times = [path for path in [folder / STEPS] if path.is_file()]
     newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
-    groups = [[folder / f"quality_peers_levels{levels}.json" for levels in ("0", "01")]]
-    groups += [[folder / "quality_own_levels01.json"], [newest]]
+    groups = [[folder / f"quality/quality_peers_levels{levels}.json" for levels in ("0", "01")]]
+    groups += [[folder / "quality/quality_own_levels01.json"], [newest]]
     found = Rows(groups[0][0])
     for group in groups:
         table = build_table([*map(read_result, [*group, *times])])
@@ -240,7 +241,7 @@ def tolerance(folder: Path) -> Figures:
 
 def keys(folder: Path) -> Figures:
     """One layer on real keys, compared with Sol-Attn and PISA."""
-    path = folder / "keys_vit_cuda_bfloat16.json"
+    path = folder / "keys/keys_vit_cuda_bfloat16.json"
     file = File(path, ["method"], "error", "ms", "columns", "scheme")
     rows, exact = file.rows, file.rows[EXACT]
     ours = [row for row in rows.values() if row["scheme"].startswith("AVQ")]
@@ -273,10 +274,10 @@ def keys(folder: Path) -> Figures:
 
 def vision(folder: Path) -> Figures:
     """Vision transformers with AVQ in all layers, without training."""
-    features = folder / "vision_features_vit_cuda.json"
+    features = folder / "vision/vision_features_vit_cuda.json"
     file = File(features, ["method", "size"], "features_off")
     tasks = {
-        title: File(folder / f"vision_{task}_sizes.json", ["name"], "untrained")
+        title: File(folder / f"vision/vision_{task}_sizes.json", ["name"], "untrained")
         for title, task in {"mean IoU, %": "seg", "top-1, %": "cls"}.items()
     }
     sides = sorted({side for _, side in file.rows})
@@ -313,7 +314,7 @@ def vision(folder: Path) -> Figures:
 
 def hardware(folder: Path) -> Figures:
     """The attention operation alone, per device."""
-    paths = [folder / f"bench_{name}.json" for name in OPERATIONS]
+    paths = [folder / f"speed/bench_{name}.json" for name in OPERATIONS]
     rows = [row for path in paths for row in calls_of(path)]
     timed = [row | {"gain": row["exact"] / row["avq"]} for row in rows if row["exact"] is not None]
     columns = {

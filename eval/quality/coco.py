@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import TEMPORARY, atomic_write, locked
-from eval.methods import Method, attention_method, calibrated, load_methods
-from eval.names import parse_method
+from eval.methods.prepared import Method, attention_method, calibrated, load_methods
+from eval.methods.registry import parse_method
 from eval.quality.captions import Captions
 from eval.quality.generation import (
     Sampling,

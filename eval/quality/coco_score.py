@@ -25,7 +25,7 @@ from tqdm import tqdm
 from avq_diffusers.files import atomic_write, sha256_all
 from avq_diffusers.images import image_files
 from avq_diffusers.mini import SCORER
-from eval.names import METHOD_COLUMNS
+from eval.methods.registry import METHOD_COLUMNS
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.metrics import Scorer

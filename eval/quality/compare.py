@@ -12,8 +12,8 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.images import image_sheet
-from eval.methods import attention_method, prepare_methods
-from eval.names import EXACT, METHOD_COLUMNS
+from eval.methods.prepared import attention_method, prepare_methods
+from eval.methods.registry import EXACT, METHOD_COLUMNS
 from eval.quality.generation import Sampling, dilation_config, generate
 from eval.quality.metrics import psnr, ssim
 from eval.store.markdown import figure, rows_table

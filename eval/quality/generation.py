@@ -15,7 +15,7 @@ from avq_diffusers import scalecrafter
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini.loading import usual_guidance
-from eval.methods import network_of
+from eval.methods.running import network_of
 
 # ScaleCrafter goes through up to nine sets of dilations, each with its own graph.
 MOST_GRAPHS = 16

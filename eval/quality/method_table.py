@@ -12,18 +12,9 @@ from operator import itemgetter
 from typing import Any
 
 from avq_diffusers import AVQConfig
-from eval.names import (
-    AVQ,
-    EXACT,
-    LEVELS,
-    LINFUSION,
-    LINFUSION_CONFIG,
-    TOME,
-    config_label,
-    exact_labels,
-    method_label,
-    timed_method,
-)
+from eval.methods.avq import LEVELS, config_label, exact_labels
+from eval.methods.linfusion import LINFUSION_CONFIG
+from eval.methods.registry import AVQ, EXACT, LINFUSION, TOME, method_label, timed_method
 from eval.quality.scene_rows import (
     FACT_COLUMNS,
     MAKING,

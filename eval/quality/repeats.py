@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from avq_diffusers.hosts import at_timestep, select_layers
 from eval.benchmarks.timing import block_ms, in_turns
-from eval.methods import network_of
+from eval.methods.running import network_of
 
 TURNS = 7
 

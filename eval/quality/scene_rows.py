@@ -6,7 +6,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from avq_diffusers.files import json_digest
-from eval.names import EXACT, METHOD_COLUMNS
+from eval.methods.registry import EXACT, METHOD_COLUMNS
 from eval.store.markdown import figure, rows_table
 from eval.store.report import without_nan
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import Scene, corrupt, render
-from eval.methods import Method, attention_method, calibrated, load_methods
-from eval.names import EXACT
+from eval.methods.prepared import Method, attention_method, calibrated, load_methods
+from eval.methods.registry import EXACT
 from eval.quality.compare import psnr_metrics
 from eval.quality.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, dilation_config, generate

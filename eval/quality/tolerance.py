@@ -29,9 +29,10 @@ from avq_diffusers.config import LARGEST_TOLERANCE
 from avq_diffusers.hosts import Allocation
 from eval.benchmarks.networks import by_peer, self_attention_by
 from eval.keys.calls import columns_noted
-from eval.keys.measuring import scheme_of
-from eval.methods import attention_method, load_methods, network_of
-from eval.names import EXACT, PEERS, parse_method
+from eval.methods.peer import Peer
+from eval.methods.prepared import attention_method, load_methods
+from eval.methods.registry import EXACT, parse_method, parse_word
+from eval.methods.running import network_of
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr
@@ -91,8 +92,7 @@ def measure_tolerances(
                 steps.capture()
         if steps is not None and _is_peer(name):
             # Excludes reordering tokens, which a model could do once for all layers.
-            peer = parse_method(name, config.levels)
-            with self_attention_by(partial(by_peer, peer.source, peer.setting)):
+            with self_attention_by(partial(by_peer, parse_method(name, config.levels))):
                 steps.capture()
         row = plan_row(name, plans[name], errors) if name in plans else _method_row(name, errors)
         row["columns"] = mean(noted) if noted else None
@@ -160,11 +160,11 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
 
 
 def _method_row(name: str, errors: Sequence[float]) -> Row:
-    return {"plan": name, "scheme": scheme_of(parse_method(name, (0,))), "errors": [*errors]}
+    return {"plan": name, "scheme": parse_method(name, (0,)).scheme, "errors": [*errors]}
 
 
 def _is_peer(name: str) -> bool:
-    return name.partition("@")[0] in PEERS
+    return isinstance(parse_word(name), Peer)
 
 
 def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -27,15 +27,14 @@ from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import answered, columns_noted
 from eval.keys.measuring import (
     by_tokens,
-    columns_of,
     distance,
     measured_method,
-    scheme_of,
     stored_codebooks,
 )
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import Subject, subject_of, vision_pass
-from eval.names import EXACT, NO_ATTENTION, MethodName
+from eval.methods.base import AttentionMethod
+from eval.methods.registry import EXACT, NO_ATTENTION
 from eval.store.markdown import Column, figure, rows_table
 from eval.store.plots import Panel, lines
 
@@ -96,12 +95,12 @@ def measure_features(
         num_tokens = exact[0].shape[1]
         row = {
             "method": name,
-            "scheme": scheme_of(method),
+            "scheme": method.scheme,
             "family": family_of(method),
             "num_refined": None if method.config is None else method.config.num_refined,
             "size": size,
             "tokens": num_tokens,
-            "columns": mean(columns) if columns else columns_of(method, num_tokens),
+            "columns": mean(columns) if columns else method.columns(num_tokens),
             "runs": sorted({row.runs for row in with_avq}),
             "features_off": mean(distance(*pair) for pair in pairs),
         }
@@ -113,7 +112,7 @@ def measure_features(
 
 
 @contextmanager
-def _running(subject: Subject, method: MethodName) -> Iterator[None]:
+def _running(subject: Subject, method: AttentionMethod) -> Iterator[None]:
     """Run all layers with a method inside the `with` block; the control uses their own values."""
     if method.source == NO_ATTENTION:
         with answered(subject.model, attrgetter("value"), min_tokens=MIN_TOKENS):
@@ -136,13 +135,13 @@ def times(run: Callable[[], Any], exact: Callable[[], Any], device: torch.device
     return {**timing, "speedup": of_exact["ms"] / timing["ms"]}
 
 
-def family_of(method: MethodName) -> str | None:
+def family_of(method: AttentionMethod) -> str | None:
     """What the points of an elastic curve share: everything except the refined parents."""
     config = method.config
     if config is None or not config.num_children or config.num_refined is None:
         return None
     sizes = f"M{config.num_parents}C{config.num_children}"
-    return f"{sizes}, {scheme_of(method).partition(', ')[2]}"
+    return f"{sizes}, {method.scheme.partition(', ')[2]}"
 
 
 def features_table(rows: Sequence[Row]) -> str:

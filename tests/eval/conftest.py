@@ -12,16 +12,16 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from avq_diffusers import select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
 from avq_diffusers.mini import SCORER
-from eval import methods
+from eval.methods import prepared
 from eval.quality import coco_score, metrics
 
 
 @pytest.fixture(scope="session", autouse=True)
 def short_calibration():
     """Two steps in place of 25: no test asks how good calibrated codebooks are."""
-    short = partial(methods.calibrate, num_inference_steps=2, keys_per_layer=1024)
+    short = partial(prepared.calibrate, num_inference_steps=2, keys_per_layer=1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "calibrate", short)
+        patch.setattr(prepared, "calibrate", short)
         yield
 
 

@@ -12,7 +12,7 @@ from tiny import CONFIG, draw, random_codebooks, three_level_pipe, three_level_u
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from eval.codebooks import analyses, layer_errors
-from eval.methods import Method, attention_method
+from eval.methods.prepared import Method, attention_method
 from eval.store import plots
 
 TWELVE = AVQConfig.parse("M12P3C2", levels=(0,), query_tile=16, codewords="stored")

@@ -17,7 +17,8 @@ from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.parts import Sizes, part_rows
 from eval.benchmarks.timing import time_in_turns
 from eval.benchmarks.unfused import flat_kernel, unfused_precompute
-from eval.names import method_name, parse_method
+from eval.methods.avq import method_name
+from eval.methods.registry import parse_method
 
 CPU = torch.device("cpu")
 TWO_SIZES = [Shape(1, 2, 16, 16), Shape(1, 2, 36, 16)]

@@ -17,7 +17,8 @@ from eval.benchmarks import networks, steps
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench, layer_states
 from eval.benchmarks.steps import Case, cases_of, measured
-from eval.names import AVQ
+from eval.methods.peer import Peer
+from eval.methods.registry import AVQ
 
 CPU = torch.device("cpu")
 UNET_NAMES = [name for name, model in MODELS.items() if model.is_unet]
@@ -193,12 +194,12 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, bench_of):
     calls = []
     exact = F.scaled_dot_product_attention
 
-    def attend(source, setting, inputs, scale):
+    def attend(peer, inputs, scale):
         assert all(x.is_contiguous() for x in inputs)
-        calls.append((source, setting))
+        calls.append((peer.source, peer.setting))
         return exact(*inputs, scale=scale)
 
-    monkeypatch.setattr(networks, "attention_in_order", attend)
+    monkeypatch.setattr(Peer, "attend", attend)
     bench = bench_of("wan")
     inputs = bench.inputs(480)
     expected = bench.predict(*inputs)

@@ -7,7 +7,7 @@ import pytest
 from eval_helpers import CALIBRATION
 from tiny import three_level_pipe
 
-from eval.names import EXACT, NO_ATTENTION
+from eval.methods.registry import EXACT, NO_ATTENTION
 from eval.quality import compare, metrics
 from eval.quality.generation import Sampling, generate
 

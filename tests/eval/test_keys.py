@@ -23,12 +23,14 @@ from avq_diffusers import AVQConfig, calibrate
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.attention.tensors import Tensors
-from eval.keys import measuring, peers, photographs, subjects, vit
+from eval.keys import measuring, photographs, subjects, vit
 from eval.keys.calls import Call, answered
 from eval.keys.measuring import dial_panels, keys_panels, measure
-from eval.keys.pooled import pooled_attention, pooled_columns
 from eval.keys.subjects import Subject, subject_of, vision_pass
-from eval.names import PISA, SOL
+from eval.methods import peer
+from eval.methods.peer import Peer
+from eval.methods.pooled import pooled_attention, pooled_columns
+from eval.methods.registry import parse_method
 
 SIDE = 4  # of the grid of patches
 
@@ -258,11 +260,11 @@ def test_a_wrong_method_is_refused(name, message):
 @pytest.mark.parametrize(
     ("source", "device", "dtype", "error", "message"),
     [
-        (SOL, "cpu", "bfloat16", ValueError, "sol@1 only runs on a GPU: --device cuda"),
-        (SOL, "cuda", "float16", ValueError, "sol@1 only takes bfloat16: --dtype bfloat16"),
-        (PISA, "cuda", "float32", ValueError, "pisa@1 only takes float16 or bfloat16: --dtype b"),
-        (PISA, "cuda", "bfloat16", ImportError, "needs the package piecewise_attn: .*xie-lab-ml"),
-        (SOL, "cuda", "bfloat16", ImportError, "needs the package sol_attn: .*Sana@sol-engine"),
+        ("sol", "cpu", "bfloat16", ValueError, "sol@1 only runs on a GPU: --device cuda"),
+        ("sol", "cuda", "float16", ValueError, "sol@1 only takes bfloat16: --dtype bfloat16"),
+        ("pisa", "cuda", "float32", ValueError, "pisa@1 only takes float16 or bfloat16: --dtype b"),
+        ("pisa", "cuda", "bfloat16", ImportError, "needs the package piecewise_attn: .*xie-lab-ml"),
+        ("sol", "cuda", "bfloat16", ImportError, "needs the package sol_attn: .*Sana@sol-engine"),
     ],
 )
 def test_a_peer_is_refused(source, device, dtype, error, message, monkeypatch):
@@ -272,7 +274,7 @@ def test_a_peer_is_refused(source, device, dtype, error, message, monkeypatch):
     with FakeTensorMode():
         weight = torch.empty(1, device=device, dtype=getattr(torch, dtype))
     with pytest.raises(error, match=message):
-        peers.check_peer(f"{source}@1", source, weight)
+        parse_method(f"{source}@1", ()).check(weight)
 
 
 @pytest.mark.parametrize("name", ["pisa@1", "pisa0@1", "sol@1.5"])
@@ -294,8 +296,8 @@ def test_a_peer_sees_all_tokens_in_order(name, monkeypatch):
         return output.transpose(1, 2) if "tau" in setting else output
 
     module.sol_attn = module.piecewise_sparse_attention = module.piecewise_attention = attend
-    monkeypatch.setattr(peers, "load_peer", lambda source: module)
-    monkeypatch.setattr(measuring, "check_peer", lambda *arguments: None)
+    monkeypatch.setattr(peer, "load_peer", lambda cls: module)
+    monkeypatch.setattr(Peer, "check", lambda *arguments: None)
     (row,) = measure(subject(), [name], min_tokens=9)
     assert row["worst"] < 1e-5
     assert row["columns"] == (None if name.startswith("sol") else 16)

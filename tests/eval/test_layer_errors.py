@@ -24,8 +24,8 @@ from avq_diffusers.attention.diagnostics import (
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
 from eval.codebooks import layer_errors
-from eval.methods import Method, attention_method
-from eval.names import EXACT, NO_ATTENTION
+from eval.methods.prepared import Method, attention_method
+from eval.methods.registry import EXACT, NO_ATTENTION
 from eval.quality.generation import Sampling, dilation
 
 SCENES = [sample_scene(seed) for seed in TEST_SEEDS[:2]]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from eval_helpers import SETTINGS_2X
 
-from eval.names import EXACT
+from eval.methods.registry import EXACT
 from eval.quality import scene_rows
 from eval.quality.method_table import build_table, quality_table, table_panels
 from eval.store.report import Result

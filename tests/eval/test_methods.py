@@ -20,9 +20,9 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
-from eval import methods
-from eval.methods import Method, attention_method, load_methods
-from eval.names import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME
+from eval.methods.peer import Peer
+from eval.methods.prepared import Method, attention_method, load_methods
+from eval.methods.registry import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_peers_meet_all_tokens_in_an_order_of_neighbours(monkeypatch):
     pipe, orders = sd3_pipe(), []
     exact = predict(pipe.transformer)
 
-    def attend(source, setting, inputs, scale):
-        orders.append((source, setting, inputs[0].shape == inputs[1].shape))
+    def attend(peer, inputs, scale):
+        orders.append((peer.source, peer.setting, inputs[0].shape == inputs[1].shape))
         return F.scaled_dot_product_attention(*inputs, scale=scale)
 
-    monkeypatch.setattr(methods, "attention_in_order", attend)
+    monkeypatch.setattr(Peer, "attend", attend)
     with attention_method(pipe, Method("pisa@.15", (0,))):
         found = predict(pipe.transformer)
     torch.testing.assert_close(found, exact)

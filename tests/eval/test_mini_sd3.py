@@ -9,7 +9,7 @@ from eval_helpers import run_command
 from tiny_mini_sd3 import save_tiny_mini_sd3
 
 from avq_diffusers.mini.loading import load_mini_sd3, usual_guidance
-from eval.methods import attention_method, load_methods
+from eval.methods.prepared import attention_method, load_methods
 from eval.quality.generation import Sampling, dilation_config
 
 

@@ -11,7 +11,7 @@ from eval.pages.figures import PAGES
 from eval.pages.render import rendered
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
-STEP = "bench_steps_cuda.json"
+STEP = "speed/bench_steps_cuda.json"
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_new_results_make_new_pages(results, monkeypatch):
     rows = [call | {"method": method, "ms": ms} for method, ms in times.items()]
     operation = {"command": "python -m eval bench attention", "rows": rows}
     operation["environment"] = {**document["environment"], "device": "a CPU"}
-    (results / "bench_attention_cpu.json").write_text(json.dumps(operation))
+    (results / "speed/bench_attention_cpu.json").write_text(json.dumps(operation))
     run_command(monkeypatch, "pages", results)
     assert {path.stem for path in results.glob("*.md")} == {*PAGES}
     page = (results / "speed.md").read_text()
@@ -94,15 +94,19 @@ def _without(field):
     ("name", "change", "message"),
     [
         (STEP, _without("ms"), "is not a complete result (KeyError: 'ms'); make it again."),
-        ("vision_seg_sizes.json", None, "there is no file "),
-        ("quality_own_levels01.json", _without("fid"), "is not a complete result (KeyError: 'fid'"),
+        ("vision/vision_seg_sizes.json", None, "there is no file "),
         (
-            "keys_vit_cuda_bfloat16.json",
+            "quality/quality_own_levels01.json",
+            _without("fid"),
+            "is not a complete result (KeyError: 'fid'",
+        ),
+        (
+            "keys/keys_vit_cuda_bfloat16.json",
             lambda document: document.update(rows=document["rows"][1:]),
             "has no row of exact; make it again.",
         ),
         (
-            "tolerance_levels01.json",
+            "tolerance/tolerance_levels01.json",
             lambda document: document.clear(),
             "is not a result from",
         ),

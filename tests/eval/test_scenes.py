@@ -13,7 +13,7 @@ from tiny import random_codebooks, small_unet, three_level_pipe, tiny_pipe
 
 from avq_diffusers.extras.scalecrafter.settings import SD15_1024
 from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
-from eval.names import EXACT, NO_ATTENTION, TOME
+from eval.methods.registry import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scenes
 from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.store import report

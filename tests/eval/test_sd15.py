@@ -13,7 +13,8 @@ from tiny_training import TINY_RUN
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import sha256
 from avq_diffusers.mini import SCORER, write_coco
-from eval.names import UNET_STEP, check_place
+from eval.methods.base import UNET_STEP
+from eval.methods.registry import check_place
 from eval.quality import coco_download, sd15
 from eval.quality.coco import image_path
 from eval.quality.coco_download import download_coco

@@ -1,6 +1,5 @@
-"""The results in the repository: their commands exist, read them, and give them again."""
+"""The results in the repository: their commands exist, and plot them again."""
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -11,15 +10,11 @@ from matplotlib.figure import Figure
 
 from eval.__main__ import app
 from eval.commands import stored
-from eval.commands.quality import _scenes_document
-from eval.quality.method_table import build_table, quality_table
-from eval.quality.scene_rows import merge_runs, scenes_table
 from eval.store.report import read_result
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
-NOT_OF_EVAL = ("features.json", "models.json")
-PATHS = [path for path in sorted(RESULTS.rglob("*.json")) if path.name not in NOT_OF_EVAL]
+PATHS = sorted(RESULTS.rglob("*.json"))
 # Options that commands no longer have: `errors` took times of kernels to stand beside the errors,
 # `vision features` a limit of time.
 REMOVED = {"--kernels", "--minutes"}
@@ -60,33 +55,6 @@ def test_a_stored_plot_is_plotted_again(path, results, monkeypatch):
         plot.unlink()
     stored.draw(copy)
     assert list(copy.parent.glob("*.png"))
-
-
-@of_kind("scenes")
-def test_stored_scenes_are_read(path):
-    rows = json.loads(path.read_text())["rows"]
-    assert len(scenes_table(rows).splitlines()) == 2 + len(rows)
-
-
-@of_kind("merge")
-def test_a_stored_average_is_that_of_its_runs(path):
-    document = json.loads(path.read_text())
-    sources = [ROOT / name for name in shlex.split(document["command"])[4:]]
-    if not all(source.is_file() for source in sources):
-        pytest.skip("its runs are not stored")
-    rows = merge_runs([_scenes_document(read_result(source)) for source in sources])
-    assert [row["method"] for row in rows] == [row["method"] for row in document["rows"]]
-    for row, expected in zip(rows, document["rows"], strict=True):
-        for name in ("fid", "fid_sem", "clip_score", "copy_agreement", "psnr_median"):
-            assert row[name] == pytest.approx(expected[name], nan_ok=True), name
-
-
-@of_kind("table")
-def test_a_stored_table_is_that_of_its_files(path):
-    document = json.loads(path.read_text())
-    names = shlex.split(document["command"])[4:]
-    table = build_table([read_result(RESULTS / name) for name in names if name.endswith(".json")])
-    assert quality_table(table) == quality_table(document)
 
 
 def test_the_page_of_variants_is_that_of_its_results():

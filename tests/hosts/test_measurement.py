@@ -136,9 +136,9 @@ class TestMeasure:
         monkeypatch.setattr(exact_runs, "THRESHOLDS", USUAL)
         pipe = quiet(StableDiffusionPipeline.from_pretrained(MINI_SD))
         config = AVQConfig.parse("M16C4T1e-4", levels=(0,))
-        run = {"height": 64, "width": 64, "guidance_scale": 3.0, "num_inference_steps": 3}
-        prompts = default_prompts()[:4]
-        profile = measure_error(pipe, prompts, config, **run, parts=3, progress=False)
+        run = {"height": 64, "width": 64, "guidance_scale": 3.0, "num_inference_steps": 2}
+        prompts = default_prompts()[:2]
+        profile = measure_error(pipe, prompts, config, **run, parts=2, progress=False)
         exact, found = noise_of(pipe, profile, tolerance=0.01, prompt="a green ring", **run)
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
         assert 0.003 < max(errors) < 0.012

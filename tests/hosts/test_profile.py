@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import tiny_transformers
 import torch
 from filelock import FileLock
 from PIL import Image
 from tiny import LAYER, LORA, draw, random_codebooks, tiny_pipe, tiny_unet, two_level_unet
-from tiny_transformers import predict, sd3_pipe, sd3_transformer, wan_transformer
+from tiny_transformers import predict, sd3_transformer, wan_transformer
 from tiny_vision import ANY_SIZE, features, images, tiny_vision
 
 from avq_diffusers import (
@@ -77,13 +76,8 @@ class Wan22:
 
 QUIET = {"progress": False}
 RUN = {"num_inference_steps": 2, "seed": 3, **QUIET}
-SIZE = {"height": 32, "width": 48, "max_sequence_length": 8}
 PROMPTED = {"prompt": [PROMPT]}
 LEVELS = AVQConfig.parse("M4C2T1e-4", query_tile=16, levels=(0, 1))
-
-
-def small_sd3_pipe():
-    return sd3_pipe(transformer=sd3_transformer(num_layers=2, dual_attention_layers=(0,)))
 
 
 def two_level_pipe():
@@ -91,7 +85,6 @@ def two_level_pipe():
 
 
 UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
-SD3 = Kind(small_sd3_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
 WAN22 = Kind(Wan22, Wan22.__call__, PROMPTED, QUIET)
 VISION = Kind(tiny_vision, features, {"pixel_values": (images(), -2 * images()[:1])}, QUIET)
 
@@ -300,7 +293,7 @@ class TestApply:
             apply_avq(model, profile_of(model, parts, VISION.config), tolerance=0.1)
         assert torch.equal(features(model), avq)
 
-    @for_kinds(unet=UNET, sd3=SD3, wan22=WAN22, vision=VISION)
+    @for_kinds(unet=UNET, wan22=WAN22, vision=VISION)
     @pytest.mark.usefixtures("coarse_thresholds")
     def test_one_line(self, kind, tmp_path):
         """Catches arguments that do not reach the measurement, thresholds that do not reach the
@@ -414,7 +407,7 @@ class TestApply:
     )
     def test_bad_arguments(self, make, arguments, error, message):
         """They leave the earlier AVQ."""
-        pipe = apply_avq(make(), SD3.config)
+        pipe = apply_avq(make(), WAN22.config)
         with pytest.raises(error, match=message):
             apply_avq(pipe, **arguments)
         assert {*configs(pipe)} == {"M4C2T1e-4"}
@@ -444,7 +437,7 @@ class TestKey:
     """Catches contents told apart by address or by part, and changes that no weight shows."""
 
     def test_arguments(self):
-        pipe = PIPE()
+        pipe = VIT()
         black, red = (Image.new("RGB", (64, 64), color) for color in ("black", "red"))
         long = torch.zeros(3000)
         edited = long.clone()

@@ -1,3 +1,4 @@
+from .grids import FAMILIES
 from .registry import (
     AnyModel,
     all_models_of,
@@ -12,6 +13,7 @@ from .registry import (
 from .unet import UNET, AVQProcessor, prepare
 
 __all__ = [
+    "FAMILIES",
     "UNET",
     "AVQProcessor",
     "AnyModel",

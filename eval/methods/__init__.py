@@ -1,0 +1,1 @@
+"""The attentions that are compared: a class each, found by name in the registry."""

@@ -1,0 +1,147 @@
+"""AVQ and flat VQ: a configuration with suffixes, in this order.
+
+M64C8T1e-4              a threshold, with codewords from the call's own keys
+M64P16C8, M192          the paper's sizes and flat VQ, to calibrate
+@L01                    levels 0 and 1 instead of --levels
+-up_blocks.1            the layers of this block stay exact
+@P8                     8 refined parents
+/fastest, /tuned        the default route, or changed projections
+/means                  mean keys in place of stored codewords
+/own, /own1             mean keys, with codewords from the call's own keys; with one update
+"""
+
+import re
+from dataclasses import replace
+
+from typing_extensions import Self
+
+from avq_diffusers import AVQConfig
+from avq_diffusers.config import sizes_of
+from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
+
+LEVELS = (0, 1)
+FORM = re.compile(
+    r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
+)
+
+
+class AVQ(AttentionMethod):
+    """A configuration; its subclasses are the ways to get codewords and to choose layers."""
+
+    @classmethod
+    def parse(cls, name: str, levels: tuple[int, ...]) -> Self | None:
+        source, digits, exact, refined, way, updates = FORM.fullmatch(name).groups()
+        own = updates is not None or ("threshold" in sizes_of(source) and way != "means")
+        if cls.kind != (way if way in ("fastest", "tuned") else "own" if own else "stored"):
+            return None
+        config = AVQConfig.parse(
+            source,
+            levels=tuple(map(int, digits)) if digits else levels,
+            exact=(exact,) if exact else (),
+            codewords="means" if own or way == "means" else "stored",
+            num_updates=int(updates or 0),
+        )
+        if refined is not None:
+            config = replace(config, num_refined=int(refined))
+        return cls(source, config, own)
+
+    @property
+    def label(self) -> str:
+        levels = []
+        if self.config.levels != LEVELS:
+            levels = [level_label(self.config.levels)]
+        ways = {"fastest": ["fastest route"], "tuned": ["tuned projections"]}.get(self.kind, [])
+        sizes = method_name(self.config, own=self.own)
+        return ", ".join([sizes, *levels, *exact_labels(self.config), *ways])
+
+    @property
+    def scheme(self) -> str:
+        config = self.config
+        parts = ["AVQ" if config.num_children else "flat VQ", "own" if self.own else "stored"]
+        if not self.own and config.codewords == "means":
+            parts.append("mean keys")
+        if config.num_updates:
+            parts.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
+        if config.threshold is not None:
+            parts.append("threshold")
+        return ", ".join(parts)
+
+
+class Own(AVQ):
+    """Codewords from the keys of each call."""
+
+    kind, example = "own", "M64C8T1e-4, M64P16C8/own"
+    places = (*IMAGES, *STEPS, KEYS)
+
+
+class Stored(AVQ):
+    """Codewords from a codebook, calibrated first."""
+
+    kind, example = "stored", "M64P16C8"
+    places = (UNET_IMAGES, KEYS)
+    is_stored = True
+
+
+class Fastest(AVQ):
+    """The default route."""
+
+    kind, example = "fastest", "M64C8T1e-4/fastest"
+    places = STEPS
+    route = "fastest"
+
+
+class Tuned(AVQ):
+    """Changed projections."""
+
+    kind, example = "tuned", "M64P16C8/tuned"
+    places = ()
+    tuned = True
+
+
+def source_of(name: str) -> str:
+    """The name without suffixes."""
+    return FORM.fullmatch(name)[1]
+
+
+def config_label(config: AVQConfig, *, own: bool = False) -> str:
+    """Sizes and form of the codewords: `M64C8T1e-4`, `M64P16C8`, `M64/means`, `M64P16C8/own1`."""
+    if own and config.threshold is not None and not config.num_updates:
+        return str(config)
+    if own:
+        return f"{config}/own{config.num_updates or ''}"
+    return f"{config}/means" if config.codewords == "means" else str(config)
+
+
+def codewords_form(label: str) -> str:
+    """The form of the codewords in a `config_label`: `/own1`, `/means` or nothing."""
+    _, slash, rest = label.partition("/")
+    return slash + rest.partition(",")[0]
+
+
+def method_name(config: AVQConfig, *, own: bool = False) -> str:
+    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, plus options the paper does not have."""
+    sizes = [config.num_parents, config.num_refined, config.num_children]
+    if config.num_children:
+        name = f"AVQ {'/'.join(str(size) for size in sizes if size is not None)}"
+    else:
+        name = f"VQ {config.num_parents}"
+    forms = []
+    if config.threshold is not None:
+        forms.append(f"threshold {str(config).rpartition('T')[2]}")
+    elif own:
+        forms.append("own codewords")
+    if own and config.num_updates:
+        forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
+    elif not own and config.codewords == "means":
+        forms.append("mean keys")
+    return ", ".join([name, *forms])
+
+
+def level_label(levels: tuple[int, ...]) -> str:
+    """`level 0` or `levels 0 and 1`."""
+    return f"level{'s' * (len(levels) > 1)} {' and '.join(map(str, levels))}"
+
+
+def exact_labels(config: AVQConfig) -> list[str]:
+    """Labels of the layers kept exact."""
+    return [f"{name} exact" for name in config.exact]

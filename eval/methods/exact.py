@@ -1,0 +1,44 @@
+"""Exact attention: PyTorch's default, and the kernels that it can be forced to."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from eval.methods.base import IMAGES, KEYS, STEPS, Word
+
+
+class Exact(Word):
+    """Exact attention."""
+
+    kind = example = "exact"
+    places = (*IMAGES, *STEPS, KEYS)
+    title = "SDPA default"
+
+    def columns(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
+        return partial(F.scaled_dot_product_attention, call.query, *call.columns, scale=call.scale)
+
+
+class FlashAttention2(Word):
+    """Exact attention by FA2."""
+
+    kind = example = "fa2"
+    places = ()
+    title = "FA2"
+
+
+class CuDNN(Word):
+    """Exact attention by cuDNN."""
+
+    kind = example = "cudnn"
+    places = ()
+    title = "cuDNN"
