@@ -26,7 +26,7 @@ from avq_diffusers import apply_avq, remove_avq, set_threshold, summary
 from eval.benchmarks.contenders import relative_error
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench
-from eval.names import AVQ
+from eval.methods.registry import AVQ
 from eval.store.report import save_json
 
 # Sides as in `Model.sizes`: the longest video of each.

@@ -26,6 +26,7 @@ MINI = "avq_diffusers/mini"
 COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled", f"{MINI}/distilled-level1"]
 COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 STEPS = "speed/bench_steps_cuda.json"
+PARALLEL = "speed/bench_parallel_cuda_x2.json"
 TIMED = "1024² (SD1.5; compiled)"  # a column of the methods table
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
@@ -108,8 +109,10 @@ def speed(folder: Path) -> Figures:
         "layers by AVQ": lambda row: " of ".join(map(str, row["layers"])),
         "memory": figure("memory", ".2f"),
     }
+    on_several = File(folder / PARALLEL, ["model", "degree", "method"], "attention_ms", "block_ms")
     values = {
         "table": rows_table(columns, rows),
+        "several": _several_gpus(on_several),
         "device": file.device,
         "date": file.date,
         "gains": "\n".join(
@@ -123,7 +126,34 @@ def speed(folder: Path) -> Figures:
         for run, found in groupby(rows, itemgetter("run"))
     }
     draw = bars_plot("times as fast as exact attention", bars)
-    return Figures(values, [path], "speed.png", draw)
+    return Figures(values, [path, on_several.path], "speed.png", draw)
+
+
+def _several_gpus(file: File) -> str:
+    """Blocks of video transformers by Ulysses, exact by the faster of diffusers' backends."""
+    rows = []
+    for (model, degree, method), avq in file.rows.items():
+        if method == AVQ:
+            exact = min(
+                (x for key, x in file.rows.items() if key[:2] == (model, degree) and key[2] != AVQ),
+                key=itemgetter("block_ms"),
+            )
+            rows.append(
+                avq | {f"exact_{name}": exact[name] for name in ("attention_ms", "block_ms")}
+            )
+    columns = {
+        "network": "model",
+        "tokens": lambda row: f"{row['tokens_of_rank'] * row['degree']}",
+        "GPUs": lambda row: f"{row['degree']}",
+        "exact: attention, ms": three_digits("exact_attention_ms"),
+        "AVQ: attention, ms": three_digits("attention_ms"),
+        "of it all-to-all, ms": figure("all_to_all_ms", ".2f"),
+        "exact: block, ms": three_digits("exact_block_ms"),
+        "AVQ: block, ms": three_digits("block_ms"),
+        "times as fast": lambda row: f"{row['exact_block_ms'] / row['block_ms']:.2f}",
+        "error to one GPU": figure("error_to_one_process", ".0e"),
+    }
+    return rows_table(columns, rows)
 
 
 def _memory(row: Row, exact: Row) -> float | None:
