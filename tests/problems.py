@@ -124,17 +124,6 @@ class Problem:
             key[:] = torch.where(clear[..., None], key, copies)
         return self
 
-    def is_singular(self) -> bool:
-        """Whether values may follow keys at any rate: all leaves of a head hold equal ones."""
-        inputs, spec = self.call()
-        if self.codebook is not None or not spec.means:
-            return False
-        key = inputs.key.double()
-        found = reference.quantized(inputs._replace(key=key), spec)
-        spread = reference.spread(key, found.leaf, found.leaves).amax(-1)
-        has_two = reference._counts(found.leaf, found.leaves).amax((2, 3)) > 1
-        return bool((has_two & (spread <= ROUNDING**2 * key.square().sum(-1).amax(-1))).any())
-
     def define(
         self, backend: str, levels: Tensor | None = None, **tokens: Tensor
     ) -> tuple[Tensor, "Choices"]:
@@ -362,7 +351,7 @@ def draw_problem(
     """Draw arguments that the backend accepts.
 
     A key that is nearly as close to another codeword as to its own may rightly go to either:
-    another key takes its place. Singular problems are drawn again.
+    another key takes its place.
 
     Args:
         rng: that everything is drawn from.
@@ -380,9 +369,7 @@ def draw_problem(
         if not obstacles(backend, *problem.call()) and not (
             is_bfloat and backend == "triton" and device.type == "cpu"
         ):
-            problem = problem.without_ties(backend)
-            if not problem.is_singular():
-                return problem
+            return problem.without_ties(backend)
 
 
 def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.exact import keys_and_values
-from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, TANGENT_FROM, Tensors
+from avq_diffusers.attention.tensors import (
+    LEAST_INSIDE,
+    SAMPLE,
+    SAMPLED_FROM,
+    TANGENT_FROM,
+    Tensors,
+)
 from avq_diffusers.config import Spec
 
 
@@ -80,7 +86,7 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     # Differentiable: queries see less of a leaf whose keys come closer.
     spreads = spread(key, cell, found.parents), spread(key, leaf, found.leaves)
     has_term = spec.means and tensors.children is None
-    matrix = first_order(key, value, leaf, found.leaves) if has_term else None
+    matrix = first_order(key, value, found) if has_term else None
 
     output = torch.empty_like(query)
     for tile in tiles(tensors, spec):
@@ -193,23 +199,27 @@ def growth(x: Tensor) -> Tensor:
     return torch.expm1(x.clamp(max=TANGENT_FROM)) + slope * (x - TANGENT_FROM).clamp(min=0)
 
 
-def first_order(key: Tensor, value: Tensor, leaf: Tensor, leaves: Tensor) -> Tensor:
+def first_order(key: Tensor, value: Tensor, found: Quantized) -> Tensor:
     """How values inside leaves follow their keys: one matrix per head.
 
     Args:
         key, value: (B, H, S, D).
-        leaf: (B, H, S), each key's leaf.
-        leaves: (B, H, M, D), the means of their keys.
+        found: the keys' cells and leaves, represented by means.
 
     Returns:
         (B, H, D, D), the covariance of values and keys around the means of their leaves, divided by
-        the variance of the keys; 0 where no leaf has two keys.
+        the variance of the keys; 0 where that is at most `LEAST_INSIDE` of their variance around
+        the means of their cells.
     """
-    key_offsets = key - _take(leaves, leaf)
-    value_offsets = value - _take(_means(value, leaf, leaves), leaf)
-    variance = key_offsets.square().sum(dim=(2, 3))[..., None, None]
-    # Not a clamp, through whose tiny number gradients would overflow.
-    return value_offsets.mT @ key_offsets / variance.where(variance > 0, 1)
+    key_offsets = key - _take(found.leaves, found.leaf)
+    value_offsets = value - _take(_means(value, found.leaf, found.leaves), found.leaf)
+    inside, of_cells = (
+        offsets.square().sum(dim=(2, 3))[..., None, None]
+        for offsets in (key_offsets, key - _take(found.parents, found.cell))
+    )
+    # No infinite divisor, through which the gradient would be NaN.
+    is_some = inside > LEAST_INSIDE * of_cells
+    return is_some * (value_offsets.mT @ key_offsets) / inside.where(is_some, 1)
 
 
 @torch.no_grad()

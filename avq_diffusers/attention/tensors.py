@@ -18,6 +18,9 @@ LARGEST_SCALE = sys.float_info.max
 # Of a threshold: queries of a tile that decide its resolution, the number of queries from which not
 # all do, and the variance of logits from which their growth is continued by its tangent.
 SAMPLE, SAMPLED_FROM, TANGENT_FROM = 16, 4096, 20.0
+# Of the variance of keys around the means of their cells, the share inside leaves up to which the
+# first-order term is 0: below, roundings decide how values follow keys.
+LEAST_INSIDE = 1e-3
 # Fields of `Tensors` with a gradient and a batch; the others are shared and constant.
 NUM_TOKENS = 5
 

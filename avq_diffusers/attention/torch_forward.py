@@ -34,7 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention.own_codewords import assigned
-from avq_diffusers.attention.tensors import SAMPLE, SAMPLED_FROM, TANGENT_FROM, Tensors
+from avq_diffusers.attention.tensors import (
+    LEAST_INSIDE,
+    SAMPLE,
+    SAMPLED_FROM,
+    TANGENT_FROM,
+    Tensors,
+)
 from avq_diffusers.codebook.assignment import ELEMENTS, Groups, chunk_length, grouped
 from avq_diffusers.config import Spec
 
@@ -273,10 +279,11 @@ def _with_cells(of_leaves: Tensor) -> Tensor:
 
 def variance_of(codewords: Codewords) -> Tensor:
     """What C is divided by, (H, 1, 1): the sum of the keys' squared distances to the means of
-    their leaves; 1 if it is 0."""
+    their leaves; infinity without a first-order term."""
     assert codewords.spreads is not None  # own codewords are means
-    variance = (codewords.counts * codewords.spreads)[:, :, 1:].sum(dim=(1, 2))[:, None, None]
-    return variance.where(variance > 0, 1)
+    variances = (codewords.counts * codewords.spreads).sum(dim=1)
+    inside = variances[:, 1:].sum(dim=1)
+    return inside.where(inside > LEAST_INSIDE * variances[:, 0], torch.inf)[:, None, None]
 
 
 def sum_groups(tokens: Tensor, groups: Groups) -> Tensor:

@@ -151,6 +151,19 @@ def check_hard(shape: dict, backend: str, dtype: torch.dtype) -> None:
     assert outcome.compared > 0.4
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_equal_keys_tell_nothing_about_their_values(backend):
+    """Catches a first-order term made of roundings, which is millions where it should be 0."""
+    generator = torch.Generator().manual_seed(1)
+    query, value, keys = torch.randn(3, 1, 1, 120, 40, generator=generator).to(DEVICE)
+    key = keys[:, :, torch.randint(9, (120,), generator=generator).to(DEVICE)]
+    options = {"num_parents": 16, "num_children": 4, "threshold": math.inf}
+    output, expected = (
+        avq_attention(query, key, value, backend=x, **options) for x in (backend, "reference")
+    )
+    assert (output - expected).norm() < 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("name", HARD | FOR_PYTORCH)
 def test_pytorch_solves_hard_problems(name):
     check_hard((HARD | FOR_PYTORCH)[name], "torch", FP64)

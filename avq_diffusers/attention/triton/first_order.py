@@ -12,13 +12,17 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.tensors import LEAST_INSIDE
 from avq_diffusers.attention.triton.rows import load_keys, mean_parent, product
 
-# Below it, a sum over keys counts as zero.
+# Below it, a divisor counts as zero.
 LEAST = tl.constexpr(1e-30)
-# Chunks that are added at once, and leaves whose means are taken away at once.
+LEAST_OF_CELLS = tl.constexpr(LEAST_INSIDE)
+# Chunks that are added at once, leaves whose means are taken away at once, and rows whose variance
+# is added at once.
 CHUNKS = tl.constexpr(4)
 ROWS = tl.constexpr(32)
+MOST_ROWS = tl.constexpr(128)
 
 
 def blocks_per_side(padded_dim: int) -> int:
@@ -56,6 +60,22 @@ def sum_covariance(head, value_ptr, value_stride, covariance_ptr, summed, index,
 
 
 @triton.jit
+def inverse_variance(tables, SIZES):
+    """1 / sum_j s_leaf(j) of a head; 0 without a first-order term."""
+    inside = tl.zeros([MOST_ROWS], tl.float32)
+    of_cells = tl.zeros([MOST_ROWS], tl.float32)
+    for first in tl.range(0, SIZES.ROWS, MOST_ROWS):
+        row = first + tl.arange(0, MOST_ROWS)
+        counts = tl.load(tables.counts + row, mask=row < SIZES.ROWS, other=0)
+        variance = counts * tl.load(tables.spread + row, mask=row < SIZES.ROWS, other=0.0)
+        of_cells += tl.where(row < SIZES.PARENT_ROWS, variance, 0.0)
+        inside += tl.where(row < SIZES.PARENT_ROWS, 0.0, variance)
+    total = tl.sum(inside, axis=0)
+    is_some = total > tl.sum(of_cells, axis=0) * LEAST_OF_CELLS
+    return tl.where(is_some, 1.0 / tl.maximum(total, LEAST), 0.0)
+
+
+@triton.jit
 def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
     """Write a block of a head's matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
@@ -66,6 +86,7 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
     is_padding = BLOCK * tl.maximum(block // SIDE, block % SIDE) >= SIZES.HEAD_DIM
     num_chunks = tl.where(is_padding, 0, num_chunks)
     num_rows = tl.where(is_padding, 0, SIZES.ROWS)
+    inverse = inverse_variance(tables, SIZES)
     numbers = values[:, None] * DIM + dims[None, :]
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in tl.range(0, num_chunks, CHUNKS):
@@ -74,12 +95,10 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
         is_chunk = (chunk < num_chunks)[:, None, None]
         total += tl.sum(tl.load(pointers, mask=is_chunk, other=0.0), axis=0)
 
-    spread = tl.zeros([ROWS], tl.float32)
     for first in tl.range(SIZES.PARENT_ROWS, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row = row < num_rows
         counts = tl.load(tables.counts + row, mask=is_row, other=0).to(tl.float32)
-        spread += counts * tl.load(tables.spread + row, mask=is_row, other=0.0)
         pointers = tables.codes + row[:, None] * DIM + dims[None, :]
         keys = tl.load(pointers, mask=is_row[:, None], other=0.0).to(tl.float32)
         pointers = tables.mean_values + row[:, None] * DIM + values[None, :]
@@ -88,13 +107,9 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
         weights = counts * (-1.0 / SIZES.FACTOR)
         total = product(tl.trans(mean_values * weights[:, None]), keys, total)
 
-    spread = tl.sum(spread, axis=0)
-    largest = tl.max(tl.max(tl.abs(total), axis=1), axis=0)
-    # Without two keys in a leaf there is no term.
-    is_some = tl.minimum(largest, spread) > LEAST
-    factor = tl.where(is_some, SCALE / spread, 0.0)
-    tl.store(tables.matrix + numbers, total * factor)
-    tl.store(tables.largest + block, largest * factor)
+    total *= SCALE * inverse
+    tl.store(tables.matrix + numbers, total)
+    tl.store(tables.largest + block, tl.max(tl.max(tl.abs(total), axis=1), axis=0))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.first_order import LEAST
+from avq_diffusers.attention.triton.first_order import LEAST, inverse_variance
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.query_gradients import LN2, QueryPointers
 from avq_diffusers.attention.triton.rows import Tables, product
@@ -204,18 +204,6 @@ def _write_rows(head, tables, gradients, first, SIZES, BLOCKS):
 
 
 @triton.jit
-def _inverse_spread(tables, SIZES):
-    """1 / S; 0 without a first-order term."""
-    total = tl.zeros([64], tl.float32)
-    for first in tl.range(SIZES.PARENT_ROWS, SIZES.ROWS, 64):
-        row = first + tl.arange(0, 64)
-        counts = tl.load(tables.counts + row, mask=row < SIZES.ROWS, other=0)
-        total += counts * tl.load(tables.spread + row, mask=row < SIZES.ROWS, other=0.0)
-    spread = tl.sum(total, axis=0)
-    return tl.where(spread > LEAST, 1.0 / tl.maximum(spread, LEAST), 0.0)
-
-
-@triton.jit
 def _write_matrix(head, tables, gradients, strip, SIZES, BLOCKS):
     """Write the gradient of a strip of rows of the first-order matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
@@ -236,7 +224,7 @@ def _write_matrix(head, tables, gradients, strip, SIZES, BLOCKS):
 
     numbers = values[:, None] * DIM + dims[None, :]
     matrix = tl.load(tables.matrix + numbers)
-    inverse = _inverse_spread(tables, SIZES)
+    inverse = inverse_variance(tables, SIZES)
     variance = tl.sum(tl.sum(total * matrix, axis=1), axis=0) * inverse
     tl.store(gradients.variance + strip, variance * (-2.0 * SIZES.FACTOR / LN2))
     total *= inverse
