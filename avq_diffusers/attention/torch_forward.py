@@ -234,7 +234,7 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
     keys, values = centre.new_zeros(2, sink_rows.stop + 1, width(head_dim))
     keys[:first, :head_dim] = codewords.keys.flatten(0, 2)
     keys[:first, head_dim] = counts.flatten().to(dtype).log().clamp(min=LOG_ZERO)
-    keys[-1, head_dim] = LOG_ZERO
+    keys[-1, head_dim].fill_(LOG_ZERO)
     values[:first, :head_dim] = codewords.values.flatten(0, 2)
     if codewords.spreads is not None:
         values[:first, head_dim] = codewords.spreads.flatten()
