@@ -71,9 +71,9 @@ def flat_kernel(
         first = precompute_launches(problem, given, memory)
         cells = first.arguments["CELLS"]
         # The kernel's rows: every parent, padding, then what stays with parents, unused here.
-        rows, width = cells.ROWS, cells.VALUE_WIDTH
-        means = F.pad(means.to(dtype), (0, width - means.shape[3]), value=1.0)
-        means = F.pad(means, (0, 0, 0, rows - means.shape[2])).contiguous()
+        rows, width = cells.ROWS, problem.padded_sizes[0]
+        further = 0, width - means.shape[3], 0, rows - means.shape[2]
+        means = F.pad(means.to(dtype), further).contiguous()
         counts = F.pad(counts, (0, rows - counts.shape[2])).contiguous()
         numbers = means, counts.int(), counts.log2()
         own = {

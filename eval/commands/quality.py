@@ -27,10 +27,10 @@ from eval.commands.options import (
     result_name,
 )
 from eval.commands.stored import draw
-from eval.methods.registry import EXACT
 from eval.store.report import (
     RESULTS,
     Result,
+    check_kinds,
     complete,
     environment,
     folder_digest,
@@ -193,6 +193,7 @@ def scenes_command(
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from avq_diffusers.mini.loading import usual_guidance
+    from eval.methods.registry import EXACT
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer
     from eval.quality.scene_rows import finished_rows, resumable, scenes_table
@@ -305,9 +306,11 @@ def table_command(
 
     Example: python -m eval table merged.json merged_512.json bench_steps_cuda.json
     """
+    found = [read_result(path) for path in results]
+    check_kinds(found)  # before what takes seconds to import
     from eval.quality.method_table import build_table, quality_table
 
-    table = build_table([read_result(path) for path in results])
+    table = build_table(found)
     print(quality_table(table))
     save_json(output / f"{name}.json", command=command_line(), device="cpu", **table)
 

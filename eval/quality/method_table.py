@@ -26,7 +26,7 @@ from eval.quality.scene_rows import (
 )
 from eval.store.markdown import Column, number, rows_table
 from eval.store.plots import Line, Panel
-from eval.store.report import Result, complete
+from eval.store.report import TABLE_KINDS, Result, check_kinds, complete
 
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
@@ -56,13 +56,8 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
     Raises:
         ValueError: a result is from another command, is incomplete, or does not fit the others.
     """
-    adders = {"scenes": _add_quality, "merge": _add_quality, "bench steps": _add_speed}
-    for result in results:
-        if result.kind not in adders:
-            raise ValueError(
-                f"a table is made of results of {', '.join(adders)}, but {result.path} is one of "
-                f"{result.kind}."
-            )
+    check_kinds(results)
+    adders = dict(zip(TABLE_KINDS, (_add_quality, _add_quality, _add_speed), strict=True))
     table: dict[str, dict] = {"quality": {}, "speed": {}, "rows": {}}
     for adder in (_add_quality, _add_speed):  # times go to existing rows
         for result in results:

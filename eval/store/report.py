@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -25,6 +25,7 @@ RESULTS = Path("runs")  # unless --output says otherwise
 PUBLISHED = Path("eval/results")
 PROGRAM = ["python", "-m", "eval"]
 GROUPS = ("bench", "coco", "vision")
+TABLE_KINDS = ("scenes", "merge", "bench steps")
 
 
 def environment(device: "torch.device | str") -> dict[str, Any]:
@@ -58,7 +59,7 @@ def save_json(path: Path, *, command: str, device: "torch.device | str", **conte
 
 @dataclass(frozen=True)
 class Result:
-    """A file from `python -m eval`: `kind` is its command, such as `"scenes"` or `"bench unet"`."""
+    """A file from `python -m eval`: `kind` is its command, `"scenes"` or `"bench steps"`."""
 
     path: Path
     kind: str
@@ -83,6 +84,20 @@ def read_result(path: Path) -> Result:
     if program != PROGRAM:
         raise ValueError(f"{path} is not a result from python -m eval.")
     return Result(path, kind, document)
+
+
+def check_kinds(results: Sequence[Result]) -> None:
+    """Refuse results that no table of methods is made of.
+
+    Raises:
+        ValueError: one is not of `TABLE_KINDS`.
+    """
+    for result in results:
+        if result.kind not in TABLE_KINDS:
+            raise ValueError(
+                f"a table is made of results of {', '.join(TABLE_KINDS)}, but {result.path} is one "
+                f"of {result.kind}."
+            )
 
 
 @contextmanager
