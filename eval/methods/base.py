@@ -1,6 +1,7 @@
 """What every attention that is compared has: a name, a label, and ways to run."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ AT_LEVELS = re.compile(r"L(\d+)")
 
 
 @dataclass(frozen=True)
-class AttentionMethod:
+class AttentionMethod(ABC):
     """One attention that is compared, as its name says.
 
     Attributes:
@@ -56,13 +57,13 @@ class AttentionMethod:
     is_stored: ClassVar[bool] = False
 
     @classmethod
+    @abstractmethod
     def parse(cls, name: str, levels: tuple[int, ...]) -> Self | None:
         """What the name says; None if it is another attention's.
 
         Raises:
             ValueError: the name is malformed.
         """
-        raise NotImplementedError
 
     @property
     def label(self) -> str:
@@ -84,6 +85,7 @@ class AttentionMethod:
         Raises:
             ImportError, ValueError: it cannot.
         """
+        return None
 
 
 class Word(AttentionMethod):
@@ -116,9 +118,17 @@ class Word(AttentionMethod):
         return levels
 
     def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Run a pipeline's self-attention with it inside the `with` block."""
-        raise NotImplementedError
+        """Run a pipeline's self-attention with it inside the `with` block, if `places` has images.
+
+        Raises:
+            NotImplementedError: it has none.
+        """
+        raise NotImplementedError(f"{self.kind} makes no images.")
 
     def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
-        """The function that computes a `Call` of a layer."""
-        raise NotImplementedError
+        """The function that computes a `Call` of a layer, if `places` has keys.
+
+        Raises:
+            NotImplementedError: it has none.
+        """
+        raise NotImplementedError(f"{self.kind} takes no keys.")

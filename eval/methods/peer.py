@@ -11,6 +11,7 @@ gets its own cache.
 Shapes: B batch, H heads, N tokens, D head dim.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -47,6 +48,7 @@ class Blocks(Word):
         run = self.on_sequence((queries, keys, values), order, call.scale, timed=timed)
         return lambda: run()[:, :, :num_queries]
 
+    @abstractmethod
     def on_sequence(
         self, tensors: Sequence[Tensor], order: Tensor, scale: float | None, *, timed: bool
     ) -> Callable[[], Tensor]:
@@ -54,7 +56,6 @@ class Blocks(Word):
 
         A timed peer leaves its tokens in the order of blocks.
         """
-        raise NotImplementedError
 
 
 class Peer(Blocks):
@@ -87,9 +88,9 @@ class Peer(Blocks):
     def prepare(cls, module: Any) -> None:
         """Make the imported module ready for calls."""
 
+    @abstractmethod
     def call(self, module: Any, inputs: Sequence[Tensor], scale: float) -> Tensor:
         """Attention (B, H, N, D) over tensors from `arranged`."""
-        raise NotImplementedError
 
     def arranged(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors (B, H, N, D) in the layout that it takes."""

@@ -60,7 +60,7 @@ class PisaZeroth(Pisa):
 
     @classmethod
     def prepare(cls, module: Any) -> None:
-        pass
+        """Nothing: this version has no descriptors."""
 
     def call(self, module: Any, inputs: Sequence[Tensor], scale: float) -> Tensor:
         options = {"density": self.setting, "block_size": BLOCK, "scale": scale}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig, TensorParallelConfig
@@ -119,7 +120,10 @@ def the_tokens_are_found() -> None:
     kind = KIND["Flux"]
     model = avq(kind.make())
     alone = kind.predict(model)
-    in_place = lambda beside, grid, *others: Joined(*[torch.arange(beside + grid)] * 2)  # noqa: E731
+
+    def in_place(beside, grid, *others):
+        return Joined(*[torch.arange(beside + grid)] * 2)
+
     with patch.object(state, "joined_order", in_place):
         assert off(kind.predict(ulysses(model)), alone) > FAR
     assert off(kind.predict(model), alone) < CLOSE
@@ -274,7 +278,10 @@ def tolerances() -> None:
     pipe = flux_pipe(transformer=flux_transformer(in_channels=16, num_single_layers=0))
     ulysses(pipe.transformer)
     measured = measured_layer.MeasuredLayer._time
-    slower = lambda *x: (1 + 5 * dist.get_rank()) * measured(*x)  # noqa: E731
+
+    def slower(*arguments):
+        return (1 + 5 * dist.get_rank()) * measured(*arguments)
+
     run = {"num_inference_steps": 1, "height": 32, "width": 48, "max_sequence_length": 8}
     run |= {"progress": False}
     found = [None, None]
@@ -404,12 +411,8 @@ def a_rank_dies() -> None:
     kind.predict(model)
     if dist.get_rank() == 1:
         model.blocks[1].register_forward_pre_hook(lambda *x: os.kill(os.getpid(), signal.SIGKILL))
-    try:
+    with pytest.raises(RuntimeError):
         kind.predict(model)
-    except RuntimeError:
-        pass
-    else:
-        raise AssertionError("no error")
     states = [layer._avq for layer in (model.blocks[0].attn1, model.blocks[1].attn1)]
     assert [x.call.get() for x in states] == [None, None]
     assert calls(remove_avq(model)) == [{}, {}]
