@@ -74,15 +74,6 @@ class Bench:
     def dtype(self) -> torch.dtype:
         return self.cuda_dtype if self.cuda else torch.float32
 
-    @property
-    def backend(self) -> str:
-        return "triton" if self.cuda else "torch"
-
-    @property
-    def oracle(self) -> str:
-        """The backend that AVQ is checked against."""
-        return "torch" if self.cuda else "reference"
-
     def inputs(self, shape: Shape, count: int | None = None) -> Inputs:
         """`count` sets; by default enough to overflow the L2 cache three times, at most 32."""
         if count is None and self.cuda:
@@ -138,6 +129,7 @@ class Bench:
         sets = inputs.skewed if is_skewed else inputs.even
         codebook = None if own else inputs.codebook(config)
         order = inputs.order if in_order else None
+        timed, oracle = backends(self.device)
 
         def tensors(index: int, dtype: torch.dtype) -> Row:
             sinks = inputs.sinks(num_sinks)[index] if num_sinks else (None, None)
@@ -151,15 +143,15 @@ class Bench:
             return avq_attention(**given, **asdict(config.spec), backend=backend)
 
         def expected() -> Tensor:
-            return attended(0, torch.float32, self.oracle)
+            return attended(0, torch.float32, oracle)
 
         def run(index: int) -> Tensor:
-            return attended(index, self.dtype, self.backend)
+            return attended(index, self.dtype, timed)
 
         columns = config.columns
         if columns is None:
             call = Tensors.of(**tensors(0, self.dtype))
-            columns = mean_columns(attend(call, config.spec, self.backend))
+            columns = mean_columns(attend(call, config.spec, timed))
 
         suffix = (f", {num_sinks} sinks" if num_sinks else "") + ", skewed keys" * is_skewed
         has_stored = own and config.num_refined is not None
@@ -239,6 +231,11 @@ class Bench:
             row["over_sdpa"] = over(row, rows, DEFAULT_SDPA)
             row["over_stored"] = over(row, rows, contender.stored)
         return rows
+
+
+def backends(device: torch.device) -> tuple[str, str]:
+    """The backend that is timed, and the oracle that it is checked against."""
+    return ("triton", "torch") if device.type == "cuda" else ("torch", "reference")
 
 
 def _checked(contender: Contender) -> Row:

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import linear_regression
 
-from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
+from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row, backends
 from eval.benchmarks.parts import KERNEL_PARTS, Sizes, part_rows
 from eval.store.markdown import figure, markdown_table, number, rows_table
 from eval.store.plots import Line, Panel, panel_plot
@@ -51,7 +51,7 @@ def run_part(
                 path,
                 command=command,
                 device=bench.device,
-                backend=bench.backend,
+                backend=backends(bench.device)[0],
                 effort=asdict(bench.effort),
                 rows=rows,
                 **({"slopes": slopes(rows)} if part == "scaling" else {}),

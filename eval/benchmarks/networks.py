@@ -5,11 +5,12 @@ The limit is the fastest possible attention: projections run, and each token tak
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,12 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, select_layers, set_threshold
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.tensors import Attended, Tensors
+from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
+from avq_diffusers.hosts.core.routing import LayerRoute
+from eval.benchmarks.contenders import backends, relative_error
 from eval.benchmarks.models import Model
 from eval.methods.base import AttentionMethod
 from eval.methods.folder import Folder
@@ -122,6 +128,32 @@ class NetworkBench:
         """How many layers run AVQ, and how many AVQ can serve."""
         states = [x for x in layer_states(self.network) if x.last_call in ("AVQ", "faster")]
         return {"layers": [sum(_runs_avq(x, is_compiled) for x in states), len(states)]}
+
+    @torch.no_grad()
+    def error(self, inputs: Sequence[Tensor]) -> dict[str, float]:
+        """The largest relative error of AVQ to its oracle, in one pass; nothing without AVQ.
+
+        The oracle computes the first call of each shape again, with the same inputs and options,
+        also in layers that the route keeps exact.
+        """
+        errors: dict[tuple[torch.Size, torch.Size], float] = {}
+        timed, oracle = backends(self.device)
+
+        def checked(tensors: Tensors, spec: Spec, backend: str) -> Attended:
+            found = attend(tensors, spec, timed)
+            shapes = tensors.query.shape, tensors.key.shape
+            if shapes not in errors:
+                expected = attend(tensors, spec, oracle)
+                errors[shapes] = relative_error(found.output, expected.output)
+            return found
+
+        with ExitStack() as stack:
+            for state in layer_states(self.network):
+                stack.enter_context(patch.object(state, "function", checked))
+                stack.enter_context(patch.object(state, "route", LayerRoute("always")))
+            self.predict(*inputs)
+        # Python's max drops NaN.
+        return {"error": torch.tensor([*errors.values()]).max().item()} if errors else {}
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)

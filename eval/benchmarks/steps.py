@@ -12,11 +12,15 @@ layers          layers that run AVQ, and those that AVQ can serve: the route kee
 ms              median time of a step
 times_as_fast   time of exact attention divided by the row's
 seconds         what the row took, with building and compiling
+error           of AVQ's calls to the PyTorch path's (without CUDA, the definition's): the largest
+                |output - other| / |other| among the first call of each shape; above `bound`, the
+                row gets no time
 peak_mib        most memory that an eager step takes beside the weights
 difference      |output - exact| / |exact|, eager
 """
 
 import json
+import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -49,6 +53,7 @@ COLUMNS = {
     "columns": figure("columns", ".0f"),
     "layers": lambda row: " of ".join(map(str, row.get("layers", "-"))),
     "peak MiB": figure("peak_mib", ".0f"),
+    "error": figure("error", ".1e"),
     "difference": figure("difference", ".1e"),
     "note": lambda row: row.get("note", ""),
 }
@@ -154,7 +159,9 @@ def measured(bench: NetworkBench, case: Case, window: float) -> Row:
     try:
         with bench.method(case.method, inputs) as facts:
             eager = bench.predict(*inputs).clone()
-            row |= facts | {"difference": relative_error(eager, exact)}
+            row |= facts | {"difference": relative_error(eager, exact)} | bench.error(inputs)
+            if not row.get("error", 0) <= bound(bench.dtype):
+                return row | {"note": f"wrong attention: relative error {row['error']:.3g}"}
             if case.method == AVQ:
                 row |= bench.layers_run(is_compiled=case.run == COMPILED)
             if case.run == EAGER:
@@ -175,6 +182,16 @@ def measured(bench: NetworkBench, case: Case, window: float) -> Row:
     milliseconds = [x * bench.model.times for x in times]
     spread = (max(milliseconds) - min(milliseconds)) / median(milliseconds)
     return row | {"ms": median(milliseconds), "steps": len(times), "spread": spread}
+
+
+def bound(dtype: torch.dtype) -> float:
+    """The largest error of an AVQ call.
+
+    Rounding by epsilon changes a share of about epsilon of the choices of columns. A changed choice
+    changes its query's output by at most about the output's size, so the RMS error is at most about
+    the square root of epsilon. `bench kernels` measures up to 0.4 of that.
+    """
+    return math.sqrt(torch.finfo(dtype).eps)
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:

@@ -98,6 +98,8 @@ def test_rows_of_a_model(bench_of, name):
     exact, avq, limit = (row_of(bench_of, name, method) for method in ("exact", AVQ, "limit"))
     assert all(row["ms"] > 0 for row in (exact, avq, limit))
     assert exact["difference"] == 0
+    assert "error" not in exact
+    assert 0 < avq["error"] < 1e-5
     assert 0 < avq["difference"] < limit["difference"]
     ran, served = avq["layers"]
     assert ran == served > 0
@@ -186,6 +188,22 @@ def test_a_step_that_is_wrong_gets_no_time(bench_of, monkeypatch):
     row = row_of(bench_of, "sd15", "exact", "compiled")
     network.conv_in._forward_hooks.clear()
     assert (row["ms"], row["note"].partition(":")[0]) == (None, "wrong output")
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled"])
+@pytest.mark.parametrize("factor", [1.001, math.nan])
+def test_attention_that_is_wrong_gets_no_time(bench_of, monkeypatch, run, factor):
+    """Catches kernels whose output nobody compares; the route keeps these layers exact."""
+    real = networks.attend
+
+    def attend(tensors, spec, backend):
+        found = real(tensors, spec, backend)
+        return found._replace(output=factor * found.output) if backend == "torch" else found
+
+    monkeypatch.setattr(networks, "attend", attend)
+    monkeypatch.setattr(routing, "_is_faster_on_cpu", lambda *_: False)
+    row = row_of(bench_of, "sd15", AVQ, run)
+    assert (row["ms"], row["note"].partition(":")[0]) == (None, "wrong attention")
 
 
 @torch.no_grad()
