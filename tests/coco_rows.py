@@ -8,8 +8,8 @@ import sys
 import numpy as np
 from PIL import Image
 
-from avq_diffusers.mini import SCORER
 from eval.quality import captions, coco, protocol
+from eval.store.report import SCORER
 
 
 def run(*arguments):

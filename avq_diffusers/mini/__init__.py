@@ -16,12 +16,9 @@ __all__ = [
     "CALIBRATION_PROMPTS",
     "IMAGE_SIZE",
     "MINI_CODEBOOKS",
-    "MINI_DISTILLED",
-    "MINI_DISTILLED_LEVEL1",
     "MINI_GUIDANCE_SCALE",
     "MINI_SD",
     "MINI_SD3",
-    "SCORER",
     "SCORER_SEEDS",
     "TEST_SEEDS",
     "TRAINING_SEEDS",
@@ -43,11 +40,7 @@ MINI_SD = str(Path(__file__).parent / "mini-sd")
 MINI_SD3 = str(Path(__file__).parent / "mini-sd3")
 # Stored codebooks, distilled by configs/mini_m64p16c8.yaml.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
-# For own codewords, by configs/mini_own_m64p16c8.yaml, and by an earlier version.
-MINI_DISTILLED = str(Path(__file__).parent / "distilled")
-MINI_DISTILLED_LEVEL1 = str(Path(__file__).parent / "distilled-level1")
 MINI_GUIDANCE_SCALE = 3.0
-SCORER = str(Path(__file__).parent / "mini-sd" / "scorer")
 
 TRAINING_SEEDS = range(0, 10_000_000)  # VAE and UNet
 SCORER_SEEDS = range(10_000_000, 20_000_000)

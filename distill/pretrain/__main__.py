@@ -71,19 +71,6 @@ def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()) -> Non
     _train(ScorerConfig, ScorerTask, config, output, overrides)
 
 
-@app.command()
-def export(
-    sd: Annotated[Path, typer.Option(help="Folder of the UNet's run.")],
-    scorer: Annotated[Path, typer.Option(help="Folder of the scorer's run.")],
-    output: Annotated[Path, typer.Option(help="Folder to assemble; replaced if it exists.")],
-) -> None:
-    """Assemble the folder shipped with the package."""
-    from distill.pretrain.export import export_mini_sd
-
-    with exit_on(*INPUT_ERRORS, code=2):
-        export_mini_sd(sd, scorer, output)
-
-
 def _train(
     kind: type[ConfigType],
     make_task: Callable[..., "Task"],

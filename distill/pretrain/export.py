@@ -1,10 +1,9 @@
-"""Exports: the commands' results as standard folders, and the folder of mini-sd."""
+"""The commands' results as standard folders."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
@@ -17,10 +16,7 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from distill.checkpointing.folders import replace_folder
-
 MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
-HALF = torch.float16
 
 
 def make_scheduler() -> DDIMScheduler:
@@ -60,6 +56,7 @@ def make_pipeline(
 def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
     """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    _forget_origin(folder)
     _load_as_float32(folder / "text_encoder")
     # Named as in SD1.5's own file: older versions of transformers read no other names.
     path = folder / "text_encoder" / "model.safetensors"
@@ -89,23 +86,6 @@ def save_scorer(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> Non
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     tokenizer.save_pretrained(folder)
     _load_as_float32(folder)
-
-
-def export_mini_sd(sd: Path, scorer: Path, output: Path) -> None:
-    """Assemble mini-sd: the pipeline of the run `sd`, with the scorer in `scorer/`.
-
-    Raises:
-        FileNotFoundError: a run has not finished.
-    """
-    for folder in (sd / "model", scorer / "scorer"):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} does not exist: that run has not finished.")
-    with replace_folder(output) as folder:
-        save_pipeline(StableDiffusionPipeline.from_pretrained(sd / "model", dtype=HALF), folder)
-        model = CLIPModel.from_pretrained(scorer / "scorer", dtype=HALF)
-        tokenizer = CLIPTokenizer.from_pretrained(scorer / "scorer")
-        save_scorer(model, tokenizer, folder / "scorer")
-        _forget_origin(folder)
 
 
 def _forget_origin(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.mini import SCORER, TEST_SEEDS, usual_prompts, write_coco
+from avq_diffusers.mini import TEST_SEEDS, usual_prompts, write_coco
 from avq_diffusers.options import Dilated, device_of, finite, multiple_of, numbers_of, read_prompts
 from eval.commands.options import (
     Compiled,
@@ -16,7 +16,7 @@ from eval.commands.options import (
     Output,
     command_line,
 )
-from eval.store.report import RESULTS, save_json
+from eval.store.report import RESULTS, SCORER, save_json
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from avq_diffusers.files import sha256
-from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.mini import IMAGE_SIZE, TEST_SEEDS, sample_scene
 from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from eval.commands.options import (
     AnyModel,
@@ -29,6 +29,7 @@ from eval.commands.options import (
 from eval.commands.stored import draw
 from eval.store.report import (
     RESULTS,
+    SCORER,
     Result,
     check_kinds,
     complete,

@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write, sha256_all
 from avq_diffusers.images import image_files
-from avq_diffusers.mini import SCORER
 from eval.methods.registry import METHOD_COLUMNS
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
@@ -39,7 +38,7 @@ from eval.quality.protocol import (
     NUM_REAL,
 )
 from eval.store.markdown import figure, number, rows_table
-from eval.store.report import folder_digest
+from eval.store.report import SCORER, folder_digest
 
 # What clean-fid reads of a folder, without its .npy.
 IMAGE_ENDINGS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path("runs")  # unless --output says otherwise
 PUBLISHED = Path("eval/results")
+SCORER = str(Path(__file__).parents[1] / "scorer")  # made by configs/mini_scorer.yaml
 PROGRAM = ["python", "-m", "eval"]
 GROUPS = ("bench", "coco", "vision")
 TABLE_KINDS = ("scenes", "merge", "bench steps")

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from avq_diffusers.files import read_log
 from avq_diffusers.mini import (
-    SCORER,
     TEST_SEEDS,
     VOCABULARY,
     corrupt,
@@ -41,6 +40,7 @@ from distill.pretrain.sd import build_text_encoder, drop_captions, layered_noise
 from distill.pretrain.sd3 import SD3Model, build_transformer, encode_text, noise_levels
 from distill.pretrain.tokenizer import encode, learn_merges, scene_tokenizer
 from distill.pretrain.vae import latent_statistics, normalize_latents
+from eval.store.report import SCORER
 
 COMMON = {
     "num_scenes": 24,
@@ -133,10 +133,8 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(runs):
-    """The assembled export."""
-    parts = [part for name in ("sd", "scorer") for part in (f"--{name}", runs / name)]
-    invoke("export", *parts, "--output", runs / "weights")
-    return runs / "weights"
+    """The result of the UNet's run: the form of mini-sd."""
+    return runs / "sd" / "model"
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +168,7 @@ def test_a_loss_that_is_not_finite_ends_with_one_sentence(tmp_path):
     assert not (tmp_path / RESULT["vae"]).exists()
 
 
-def test_init_from_starts_at_the_exported_weights(weights, tmp_path):
+def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
     """And the optimizer moves every parameter."""
     for name, rate in (("still", 0), ("moved", 0.01)):
         run("sd", tmp_path / name, init_from=weights, learning_rate=rate, steps=3, ema_decay=0)
@@ -185,7 +183,7 @@ def test_init_from_starts_at_the_exported_weights(weights, tmp_path):
     [
         ("vae", ["--output", "RUNS/vae"], {}, "holds a run: "),
         ("vae", [], {"precision": "fp8"}, "precision must be one of bf16, fp32, but got 'fp8'"),
-        ("sd", ["--vae", "none"], {"init_from": "RUNS/weights"}, "either --vae or init_from"),
+        ("sd", ["--vae", "none"], {"init_from": "RUNS/sd/model"}, "either --vae or init_from"),
         ("sd", ["--vae", "none"], {}, "there is no trained VAE"),
         ("scorer", [], {"num_scenes": 1}, "num_scenes must leave each process an intact scene"),
         ("scorer", [], {"corrupted_share": 0.99}, "must leave each process an intact scene"),
@@ -500,10 +498,10 @@ def test_the_trained_transformer_loads_with_the_parts_of_mini_sd(runs, tmp_path)
         assert torch.equal(further[name], value)
 
 
-# --- export ---
+# --- results ---
 
 
-def test_the_export_is_a_plain_pipeline(weights):
+def test_the_result_is_a_plain_pipeline(weights):
     pipeline = StableDiffusionPipeline.from_pretrained(weights)
     assert pipeline.safety_checker is None
     scheduler = pipeline.scheduler.config
@@ -516,21 +514,20 @@ def test_the_export_is_a_plain_pipeline(weights):
     assert all(name.startswith("text_model.") for name in names)
 
 
-def test_the_export_is_half_precision_with_a_scorer_and_no_path(runs, weights):
+def test_results_are_in_half_precision_without_a_path(runs):
     """Also catches configurations that carry the folder names of whoever trained."""
-    parts = [load_file(path) for path in weights.rglob("*.safetensors")]
-    assert len(parts) == 4
+    folders = [runs / command / result for command, result in RESULT.items()]
+    parts = [load_file(path) for folder in folders for path in folder.rglob("*.safetensors")]
+    assert len(parts) == 6
     assert {value.dtype for part in parts for value in part.values()} == {torch.float16}
-    scorer = CLIPModel.from_pretrained(weights / "scorer", dtype=torch.float32)
-    ids = encode(CLIPTokenizer.from_pretrained(weights / "scorer"), default_prompts(2))
-    found = scorer(input_ids=ids, pixel_values=torch.zeros(1, 3, 64, 64))
-    assert found.logits_per_text.shape == (2, 1)
-    texts = [path.read_text() for path in weights.rglob("*.json")]
-    assert len(texts) > 5
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.json")]
+    assert len(texts) > 10
     assert not any("_name_or_path" in text or str(runs) in text for text in texts)
 
 
-def test_export_refuses_an_unfinished_run(runs, tmp_path):
-    given = ["--sd", tmp_path, "--scorer", runs / "scorer", "--output", tmp_path / "weights"]
-    assert "that run has not finished" in invoke("export", *given, code=2)
-    assert not (tmp_path / "weights").exists()
+def test_the_trained_scorer_loads_as_float32(runs):
+    folder = runs / "scorer" / "scorer"
+    scorer = CLIPModel.from_pretrained(folder)
+    ids = encode(CLIPTokenizer.from_pretrained(folder), default_prompts(2))
+    found = scorer(input_ids=ids, pixel_values=torch.zeros(1, 3, 64, 64))
+    assert found.logits_per_text.shape == (2, 1)

@@ -11,9 +11,9 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers import select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
-from avq_diffusers.mini import SCORER
 from eval.methods import prepared
 from eval.quality import coco_score, metrics
+from eval.store.report import SCORER
 
 
 @pytest.fixture(scope="session", autouse=True)

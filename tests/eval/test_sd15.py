@@ -12,13 +12,14 @@ from tiny_training import TINY_RUN
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import sha256
-from avq_diffusers.mini import SCORER, write_coco
+from avq_diffusers.mini import write_coco
 from eval.methods.base import UNET_STEP
 from eval.methods.registry import check_place
 from eval.quality import coco_download, sd15
 from eval.quality.coco import image_path
 from eval.quality.coco_download import download_coco
 from eval.quality.sd15 import ROWS, Request, Step, carry_out, paper_table, plan, plan_table
+from eval.store.report import SCORER
 
 
 @pytest.fixture
