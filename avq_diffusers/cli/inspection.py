@@ -7,21 +7,22 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.hosts.codebooks import StoredCodebooks
+from avq_diffusers.hosts.codebooks import AVQCodebooks
 
 REPORT_WIDTH = 100
 METRICS = ("quantization_error", "capture", "active_ratio")
 
 
-def print_codebooks(codebooks: StoredCodebooks) -> None:
+def print_codebooks(codebooks: AVQCodebooks) -> None:
     """Print sizes, codeword spread and metrics of calibration or training, by layer."""
     metrics = _metrics(codebooks)
     suffix = ".transformer_blocks.0.attn1"  # common to all layer names
     if not all(name.endswith(suffix) for name in codebooks.layer_specs):
         suffix = ".attn1"
-    kind = "own codewords" if codebooks.own_codewords else "codebooks"
+    config = codebooks.config
+    kind = "own codewords" if config["own_codewords"] else "codebooks"
     table = Table(
-        title=f"{codebooks.avq_config} {kind} of {codebooks.base_model}",
+        title=f"{codebooks.avq_config} {kind} of {codebooks.config['base_model']}",
         caption="spread: of children around their parent; error: quantization, in key variances;\n"
         "capture: share of attention on refined parents; active: share of codewords in use",
         box=SIMPLE_HEAD,
@@ -45,9 +46,10 @@ def print_codebooks(codebooks: StoredCodebooks) -> None:
     console.print(table)
 
 
-def _metrics(codebooks: StoredCodebooks) -> dict[str, Mapping[str, float]]:
+def _metrics(codebooks: AVQCodebooks) -> dict[str, Mapping[str, float]]:
     """What calibration or training measured, by layer."""
-    layers = codebooks.measured.get("layers")
+    config = codebooks.config
+    layers = (config["calibration"] or config["training"] or {}).get("layers")
     if not isinstance(layers, Mapping):
         return {}
     return {name: metrics for name, metrics in layers.items() if isinstance(metrics, Mapping)}

@@ -386,10 +386,10 @@ def inspect(
     check_found("codebooks", codebooks, "config.json")
 
     from avq_diffusers.cli.inspection import print_codebooks
-    from avq_diffusers.hosts.codebooks import StoredCodebooks
+    from avq_diffusers.hosts.codebooks import AVQCodebooks
 
     with loading_codebooks(codebooks):
-        stored = StoredCodebooks.from_pretrained(codebooks)
+        stored = AVQCodebooks.from_pretrained(codebooks)
     print_codebooks(stored)
 
 

@@ -1,5 +1,12 @@
 """How models run AVQ: one contract for UNets, transformers and vision models."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from avq_diffusers.hosts.core import (
+    AttentionFunction,
+    Layer,
+    LayerSpec,
+    at_timestep,
+    sampling_weights,
+)
+from avq_diffusers.hosts.measuring import Allocation, output_errors
+from avq_diffusers.hosts.models import FAMILIES, has_unet, select_layers
+from avq_diffusers.hosts.verbs import attention_replaced, replace_attention

@@ -42,25 +42,6 @@ print(json.dumps(found))
 """
 
 
-INSPECTED = """
-import sys
-for name in ("diffusers", "transformers", "huggingface_hub", "triton", "sympy"):
-    sys.modules[name] = None
-sys.argv = ["avq", "inspect"]
-from avq_diffusers.cli.main import main
-main()
-"""
-
-
-def test_inspect_needs_no_diffusers():
-    """Catches a table of codebooks that waits for the libraries that only models need."""
-    command = [sys.executable, "-c", INSPECTED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "M64P16C8 codebooks of mini-sd" in done.stdout
-    assert "down_blocks.0.attentions.0" in done.stdout
-
-
 def test_needs_no_pytorch(tmp_path):
     """Catches an import at the top of a module that costs seconds, and PyTorch on one thread, to
     which `accelerate launch` limits the only process of a machine."""

@@ -26,7 +26,7 @@ from torch import nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, gather_codebooks, select_layers
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.hosts.codebooks.stored import PROJECTION_PARAMETERS
+from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS
 
 CHILDREN = f"codebooks.{LAYER.replace('.', '__')}.child_codewords"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -10,6 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from avq_diffusers import apply_avq, remove_avq, summary
+from avq_diffusers.attention.schema import arguments_of
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.models import masks
 from avq_diffusers.hosts.models.masks import masked_attention, read_groups, seen_tokens
@@ -106,13 +108,11 @@ def test_the_operator_of_compiled_code(mask):
     """Catches strides of another layout, AVQ with a mask that it does not serve, a hidden key that
     is seen, and what was read of an earlier mask in the same memory."""
     spec = Spec(num_parents=2, num_children=1, threshold=0, query_tile=16)
-    options = spec.numbers, spec.threshold, "torch"
-    query, key, value = torch.randn(3, 2, 2, 8, 16).transpose(2, 3)
+    rows = torch.randn(3, 2, 2, 8, 16).unbind()
+    call = arguments_of(Tensors.of(*rows, key_order=torch.arange(5)), spec)
     memory = mask.clone()
-    arguments = query, key, value, memory, torch.arange(5), GRID.start, GRID.stop, None, None
-    arguments = *arguments, *options
+    arguments = *call, memory, GRID.start, GRID.stop, None, "torch"
     torch.library.opcheck(masked_attention, arguments)
-    rows = [x.transpose(1, 2) for x in (query, key, value)]
     exact = scaled_dot_product_attention(*rows, mask).transpose(1, 2)
     seen_queries = KEYS if seen(mask) is not None else torch.ones_like(KEYS)
     torch.testing.assert_close(masked_attention(*arguments)[seen_queries], exact[seen_queries])

@@ -1,5 +1,5 @@
 """Stored codebooks of a model: calibrate, save, load."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from avq_diffusers.hosts.codebooks.avq_codebooks import AVQCodebooks
+from avq_diffusers.hosts.codebooks.calibration import calibrate
+from avq_diffusers.hosts.codebooks.stored import PROJECTION_PARAMETERS

@@ -3,6 +3,8 @@
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
+import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,17 +13,28 @@ from typing import Any, ClassVar
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
-from torch import Tensor
+from torch import Tensor, nn
 
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.tensor_files import check_names, check_tensors, tensor_digest
+from avq_diffusers.codebook.codebook import Codebook, constraint_error
+from avq_diffusers.codebook.tensor_files import (
+    check_names,
+    check_tensors,
+    load_tensors,
+    tensor_digest,
+)
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_save
 from avq_diffusers.hosts.codebooks.stored import (
+    CLASS_NAME,
     CONFIG_FILE,
     FORMAT_VERSION,
-    StoredCodebooks,
+    PROJECTION_PARAMETERS,
+    TENSOR_FILE,
+    LayerCodebook,
     check_config,
+    check_own_codewords,
+    key_of,
+    located,
 )
 from avq_diffusers.hosts.core import LayerSpec, LayerWeights, check_specs
 
@@ -46,9 +59,11 @@ SAVED_WITH = {
     "max_shard_size": "10GB",
     "use_flashpack": False,
 }
+# Above the rounding error of a float32 mean, far below anything visible in an image.
+CONSTRAINT_TOLERANCE = 1e-3
 
 
-class AVQCodebooks(StoredCodebooks, ModelMixin, ConfigMixin):
+class AVQCodebooks(ModelMixin, ConfigMixin):
     """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
     Built by `gather_codebooks`, `calibrate` and distillation. Distilled codebooks may also hold
@@ -90,14 +105,22 @@ class AVQCodebooks(StoredCodebooks, ModelMixin, ConfigMixin):
         sha256: str | None = None,
         format_version: int = FORMAT_VERSION,
     ) -> None:
-        super().__init__(
-            avq,
-            layers,
-            base_model=base_model,
-            calibration=calibration,
-            training=training,
-            tuned=tuned,
-            own_codewords=own_codewords,
+        super().__init__()
+        for name, summary in (("calibration", calibration), ("training", training)):
+            if not isinstance(summary, Mapping | None):
+                raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
+        # A file without `codewords` holds the paper's form.
+        self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
+        if own_codewords:
+            check_own_codewords(self.avq_config, tuned)
+        self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
+        self.codebooks = nn.ModuleDict(
+            {
+                key_of(spec.name): LayerCodebook(
+                    spec, self.layer_config(spec.name), tuned=tuned, own_codewords=own_codewords
+                )
+                for spec in self.layer_specs.values()
+            }
         )
 
     @classmethod
@@ -175,13 +198,24 @@ class AVQCodebooks(StoredCodebooks, ModelMixin, ConfigMixin):
                 f"codebooks are one safetensors file without a variant, but got {arguments}."
             )
         hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
-        return super().from_pretrained(
-            pretrained_model_name_or_path, subfolder=subfolder, **hub_arguments
-        )
-
-    @classmethod
-    def _of_config(cls, config: Mapping[str, Any]) -> "AVQCodebooks":
-        return cls.from_config(config)
+        place = str(pretrained_model_name_or_path)
+        config_path = located(place, subfolder, CONFIG_FILE, hub_arguments)
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
+        try:
+            with torch.device("meta"):  # a damaged file may claim sizes that do not fit in memory
+                codebooks = cls.from_config(config)
+        except ValueError as error:
+            raise ValueError(f"{config_path}: {error}") from error
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{config_path} is not a config of {CLASS_NAME}: {error!r}."
+            ) from error
+        path = located(place, subfolder, TENSOR_FILE, hub_arguments)
+        codebooks._load(path, config.get("sha256"))
+        return codebooks
 
     def save_pretrained(
         self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
@@ -216,6 +250,45 @@ class AVQCodebooks(StoredCodebooks, ModelMixin, ConfigMixin):
         with atomic_save(folder, CONFIG_FILE, "codebooks") as temporary:
             # The Hub repository is named after the folder.
             super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
+
+    def layer_config(self, name: str) -> AVQConfig:
+        """The `AVQConfig` of one layer, its overrides resolved."""
+        return self.avq_config.for_layer(name, self.layer_specs[name].level)
+
+    def codebook(self, name: str) -> Codebook | None:
+        """One layer's `Codebook`, or None; its tensors are the parameters themselves."""
+        return self._layer(name).codebook
+
+    def key_norm(self, name: str) -> nn.LayerNorm | None:
+        """The norm of one layer's keys, if `AVQConfig.key_norm` is set."""
+        return self._layer(name).key_norm
+
+    def projection_changes(self, name: str) -> dict[str, Tensor] | None:
+        """What AVQ adds to one layer's projections, or None; its tensors are the parameters."""
+        changes = self._layer(name).projection_changes
+        if changes is None:
+            return None
+        return {key: changes[key_of(key)] for key in PROJECTION_PARAMETERS}
+
+    def _layer(self, name: str) -> LayerCodebook:
+        layer = self.codebooks[key_of(name)]
+        assert isinstance(layer, LayerCodebook)
+        return layer
+
+    def _load(self, path: Path, sha256: str | None) -> None:
+        loaded = load_tensors(path, self.state_dict(), sha256)
+        # `to_empty` instead would import SymPy for seconds.
+        copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in loaded.items()}
+        self.load_state_dict(copies, assign=True)
+        codebooks = map(self.codebook, self.layer_specs)
+        errors = [constraint_error(codebook).max() for codebook in codebooks if codebook]
+        error = max(errors, default=0)
+        if error > CONSTRAINT_TOLERANCE:
+            warnings.warn(
+                f"{path}: children do not average to their parent: off by up to {error:.2g} of "
+                f"their usual distance from it; AVQCodebooks.project() shifts them.",
+                stacklevel=4,
+            )
 
     def layer_weights(self, name: str) -> LayerWeights:
         """Everything AVQ needs for one layer, on any device."""

@@ -1,5 +1,83 @@
 """The contract of hosts: layers, their state, installing and undoing, routes, schedules."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from avq_diffusers.hosts.core.arguments import named_arguments
+from avq_diffusers.hosts.core.examples import (
+    as_examples,
+    checked_examples,
+    lacks_memory,
+    run_examples,
+)
+from avq_diffusers.hosts.core.host import Host, Hosted, Other, Others, Watch
+from avq_diffusers.hosts.core.installing import (
+    CHANGES,
+    all_or_nothing,
+    install,
+    installed,
+    uninstall,
+)
+from avq_diffusers.hosts.core.layers import (
+    ATTRIBUTE,
+    Layer,
+    LayerSpec,
+    Replaced,
+    check_specs,
+    chosen_layers,
+    default_config,
+    entrance_of,
+    own_name,
+)
+from avq_diffusers.hosts.core.ranks import Ranks, agreed
+from avq_diffusers.hosts.core.reading import read_once
+from avq_diffusers.hosts.core.routing import (
+    check_route,
+    device_name,
+    is_recorded,
+    kept_milliseconds,
+)
+from avq_diffusers.hosts.core.schedules import (
+    EXACT,
+    Plan,
+    Schedule,
+    SpecSchedule,
+    check_schedules,
+    planned_specs,
+    refinable_parents,
+    schedules_of,
+    set_specs,
+)
+from avq_diffusers.hosts.core.sources import (
+    CONFIG_FIELDS,
+    WITHOUT_CODEBOOKS,
+    AVQSource,
+    StoredSource,
+    check_known,
+    check_source,
+    make_states,
+    resolved_source,
+    states_of_config,
+)
+from avq_diffusers.hosts.core.state import (
+    AVQ_CALL,
+    DISABLED,
+    REST,
+    AttentionFunction,
+    Grid,
+    LayerState,
+    PerThread,
+    Tokens,
+    as_attended,
+    disabled,
+    orders,
+)
+from avq_diffusers.hosts.core.timesteps import (
+    NUM_TRAIN_TIMESTEPS,
+    TIMESTEP,
+    TimestepArgument,
+    Timesteps,
+    are_training_timesteps,
+    at_timestep,
+    rounded_up,
+    sampling_weights,
+    starts_of_parts,
+)
+from avq_diffusers.hosts.core.weights import LayerWeights, project

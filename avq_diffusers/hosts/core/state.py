@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -235,6 +236,8 @@ class LayerState(Replaced):
         self.call.set(call)
         self.weights.move_to(device, dtype)
         if exact_because is None and self.route.is_open(device):
+            if torch.compiler.is_compiling() and ranks is None:
+                self._measure_while_tracing(call, tokens)
             self.call.set(call._replace(break_even=self._break_even(call, hidden_states)))
 
     def enter_without_grid(self, exact_because: str) -> None:
@@ -339,6 +342,44 @@ class LayerState(Replaced):
             return NEVER_FASTER
         trial = None if is_compiled else self._trial(call, workload, batch)
         return self.route.learn(workload, device, trial, call.ranks)
+
+    def _measure_while_tracing(self, call: Call, tokens: Tokens) -> None:
+        """Measure the route of a call that is being compiled, unless its sizes are symbols."""
+        if torch.compiler.is_exporting():  # for other devices, too
+            return
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # seconds, for SymPy
+
+        device, batch = tokens.hidden_states.device, tokens.hidden_states.shape[0]
+        dtype = _autocast_dtype(device.type) or tokens.hidden_states.dtype
+        for size in (batch, call.num_beside, *tokens.grid):
+            if not has_static_value(size):
+                return
+        others = call.num_beside, call.beside_first
+        self._measure_outside(batch, (*tokens.grid,), *others, dtype, device)
+
+    @torch.compiler.assume_constant_result
+    def _measure_outside(
+        self,
+        batch: int,
+        grid: tuple[int, ...],
+        num_beside: int,
+        beside_first: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Measure in a new thread: compilers run this while they trace with fake tensors."""
+
+        def learn() -> None:
+            *frames, height, width = grid
+            order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
+            spec = self.spec.get() or self.config.spec
+            call = Call(order, spec, None, NO_BACKWARD, num_beside, beside_first)
+            workload = self.workload(batch, dtype, device, spec)
+            if workload.columns < order.shape[0]:
+                self.route.learn(workload, device, self._trial(call, workload, batch))
+
+        with ThreadPoolExecutor(max_workers=1) as worker:
+            worker.submit(learn).result()
 
     def _trial(self, call: Call, workload: Workload, batch: int) -> Trial | None:
         """A trial of the workload; None if the call cannot run AVQ, or has unusual settings."""

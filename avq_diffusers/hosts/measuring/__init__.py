@@ -1,5 +1,12 @@
 """The dial: what AVQ does to a model's output, and how much of it each layer may do."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from avq_diffusers.hosts.measuring.allocation import Allocation
+from avq_diffusers.hosts.measuring.kept_profiles import KeptProfile
+from avq_diffusers.hosts.measuring.measurement import measure_error, output_errors
+from avq_diffusers.hosts.measuring.profile import (
+    SHOWN_TOLERANCES,
+    ErrorProfile,
+    checked_tolerance,
+    chosen_specs,
+    note_allocation,
+)

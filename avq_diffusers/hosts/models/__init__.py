@@ -1,5 +1,15 @@
 """The adapters, one per kind of model, and which of them serves a model."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from avq_diffusers.hosts.models.grids import FAMILIES
+from avq_diffusers.hosts.models.registry import (
+    AnyModel,
+    all_models_of,
+    has_unet,
+    main_model,
+    models_of,
+    name_of,
+    select_layers,
+    unet_of,
+    unwrapped,
+)
+from avq_diffusers.hosts.models.unet import UNET, AVQProcessor, prepare

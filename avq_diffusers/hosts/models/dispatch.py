@@ -34,6 +34,8 @@ from diffusers.models.attention_processor import (
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from avq_diffusers.attention.schema import arguments_of
+from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.hosts.core import (
     ATTRIBUTE,
     AVQ_CALL,
@@ -180,15 +182,12 @@ def _ulysses_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
     *others: Any,
     _save_ctx: bool,
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's heads for all tokens."""
+    attn_mask, _, _, scale, *_ = others  # as in `_avq_attention`
     if _save_ctx:
         state = _present.get()
         assert state is not None
@@ -275,35 +274,22 @@ def _attend(
     if mask is None or not torch.compiler.is_compiling():
         output = joint_attention(state.attend, query, key, value, grid, scale, groups)
     else:
-        output = _masked(state, query, key, value, mask, scale, grid)
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        output = _masked(state, Tensors.of(*heads, scale=scale), mask, grid)
     return output if joined is None else output[:, joined.tokens]
 
 
-def _masked(
-    state: LayerState,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None,
-    grid: slice,
-) -> Tensor:
+def _masked(state: LayerState, tensors: Tensors, mask: Tensor, grid: slice) -> Tensor:
     """`masked_attention` of the current call."""
     call, previous = state.call.get(), state.previous
     assert call is not None
     exact = previous.backend if previous.is_dispatched else AttentionBackendName.NATIVE
     return masked_attention(
-        query,
-        key,
-        value,
+        *arguments_of(tensors._replace(key_order=call.query_order), call.spec),
         mask if mask.dtype == torch.bool else as_attended(mask),
-        call.query_order,
         grid.start,
         grid.stop,
-        scale,
         None if exact is None else exact.value,
-        call.spec.numbers,
-        call.spec.threshold,
         state.backend,
     )
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.flops import forward_flops
+from avq_diffusers.attention.schema import CALL, call_of, shapes_of
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core import orders, read_once
 
 HIDDEN = -1e4  # an additive mask adds at most this to the logits of a hidden key
@@ -84,66 +84,50 @@ def joint_attention(
 @torch.library.custom_op(
     "avq_diffusers::masked_attention",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor order, SymInt start, "
-    "SymInt stop, float? scale, str? exact_backend, SymInt[] numbers, "
-    "float? threshold, str backend) -> Tensor",
+    schema=f"({CALL}, Tensor mask, SymInt start, SymInt stop, str? exact_backend, str backend) "
+    "-> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    order: Tensor,
-    start: int,
-    stop: int,
-    scale: float | None,
-    exact_backend: str | None,
-    numbers: Sequence[int],
-    threshold: float | None,
-    backend: str,
-) -> Tensor:
+def masked_attention(*arguments: Any) -> Tensor:
     """Masked attention for compiled code, which cannot read a mask itself, without gradients.
 
     Args:
-        query, key, value: as in `joint_attention`.
-        mask: as in `seen_tokens`; with other masks, exact attention runs.
-        order: (N,) query order of the grid.
-        start, stop: bounds of the grid's keys.
-        scale: as in `avq_attention`.
-        exact_backend: diffusers' backend for exact attention; None is the active one.
-        numbers, threshold: those of the call's `Spec`.
-        backend: as in `avq_attention`.
+        *arguments: a call (`arguments_of`) whose keys are all tokens and whose `key_order` is the
+            grid's order; a mask as in `seen_tokens`, with exact attention for others; the bounds of
+            the grid's keys; diffusers' backend for exact attention, None being the active one; and
+            `backend` as in `avq_attention`.
 
     Returns:
         (B, Q, H, D).
     """
+    *call, mask, start, stop, exact_backend, backend = arguments
+    tensors, spec = call_of(call)
+    query, key, value = (x.transpose(1, 2) for x in (tensors.query, tensors.key, tensors.value))
 
     def attend_grid(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
-        of_call = orders(order, query, key, text_first=start > 0)
-        tensors = Tensors.of(query, key, value, **others, **of_call)
-        return attend(tensors, Spec.of_numbers(numbers, threshold), backend).output
+        of_call = orders(tensors.key_order, query, key, text_first=start > 0)
+        return attend(Tensors.of(query, key, value, **others, **of_call), spec, backend).output
 
     grid = slice(start, stop)
     # Compiled code reuses the memory of old masks for new ones.
     groups = read_groups(mask, query, key, grid, keep=False)
     if groups is not None:
-        return joint_attention(attend_grid, query, key, value, grid, scale, groups)
+        return joint_attention(attend_grid, query, key, value, grid, tensors.scale, groups)
     exact_name = None if exact_backend is None else AttentionBackendName(exact_backend)
-    exact = dispatch_attention_fn(query, key, value, mask, scale=scale, backend=exact_name)
+    exact = dispatch_attention_fn(query, key, value, mask, scale=tensors.scale, backend=exact_name)
     return exact.contiguous()
 
 
 @masked_attention.register_fake
 def _(query: Tensor, *others: Any) -> Tensor:
-    return query.new_empty(query.shape)
+    return query.new_empty(query.transpose(1, 2).shape)
 
 
 @register_flop_formula(masked_attention._opoverload.overloadpacket)
-def _(query: Any, key: Any, value: Any, *others: Any, **settings: Any) -> int:
-    (batch, queries, heads, dim), (start, stop) = query, others[2:4]
-    spec, shape = Spec.of_numbers(*others[-3:-1]), (batch, heads, queries, dim)
-    return forward_flops(shape, stop - start, key[1] - (stop - start), spec)
+def _(*arguments: Any, **settings: Any) -> int:
+    *call, _, start, stop, _, _ = arguments
+    query, num_keys, _, spec = shapes_of(call)
+    return forward_flops(query, stop - start, num_keys - (stop - start), spec)
 
 
 def read_groups(
