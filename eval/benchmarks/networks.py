@@ -22,7 +22,6 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from avq_diffusers.hosts.core.routing import LayerRoute
 from eval.benchmarks.contenders import backends, relative_error
 from eval.benchmarks.models import Model
 from eval.methods.base import AttentionMethod
@@ -150,7 +149,7 @@ class NetworkBench:
         with ExitStack() as stack:
             for state in layer_states(self.network):
                 stack.enter_context(patch.object(state, "function", checked))
-                stack.enter_context(patch.object(state, "route", LayerRoute("always")))
+                stack.enter_context(patch.object(state.route, "route", "always"))
             self.predict(*inputs)
         # Python's max drops NaN.
         return {"error": torch.tensor([*errors.values()]).max().item()} if errors else {}
