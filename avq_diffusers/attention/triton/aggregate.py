@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.pieces import (
     Chunks,
     cell_of,
@@ -53,6 +54,7 @@ class HeadOfPieces(NamedTuple):
     centre: tl.tensor
     pieces: PiecePointers
     tables: Tables
+    row_start: tl.tensor
 
 
 class Sums(NamedTuple):
@@ -222,8 +224,11 @@ def _store_mean_keys(head, at, rows, sums, squares, counts, is_row, SIZES, CELLS
 
 
 @triton.jit
-def _store_rows(head, at, sums, parent, SIZES, CELLS):
-    """Write one parent's rows: for all its keys, for the keys that stay, and for its children."""
+def _store_rows(head, at, sums, parent, first, SIZES, CELLS):
+    """Write one parent's rows: for all its keys, for the keys that stay, and for its children.
+
+    first: number of keys of all lower parents.
+    """
     tables, counts = at.tables, sums.counts
     count = tl.sum(counts, axis=0)
     one = tl.zeros([1], tl.int32)
@@ -247,6 +252,9 @@ def _store_rows(head, at, sums, parent, SIZES, CELLS):
     means = sums.of_values * (1.0 / tl.maximum(counts, 1))[:, None]
     _store_values(tables, rows, means, is_row, SIZES)
     tl.store(tables.counts + rows, counts, mask=is_row)
+    if CELLS.LEAVES:
+        starts = first + tl.cumsum(counts, axis=0) - counts
+        tl.store(at.row_start + rows, starts, mask=is_row)
     tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
     means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
     _store_values(tables, one + parent, means, one == 0, SIZES)
@@ -291,6 +299,7 @@ def aggregate_kernel(
     sort: SortPointers,
     pieces: PiecePointers,
     tables: Tables,
+    leaves: LeafPointers,
     key_strides: Strides,
     value_strides: Strides,
     chunks: Chunks,
@@ -317,6 +326,7 @@ def aggregate_kernel(
         centre_ptr + centre_head * SIZES.PADDED_DIM,
         _pieces_of_head(pieces, head.batch_head, num_pieces, SIZES, CELLS),
         _tables_of_head(tables, head.batch_head, SIZES, CELLS),
+        leaves.row_start + head.batch_head * CELLS.ROWS,
     )
     sorted_of_head = sorted_keys(sort, head.batch_head, chunks, CELLS)
 
@@ -331,7 +341,7 @@ def aggregate_kernel(
     sums = _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS)
     tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + tl.arange(0, LEAF_ROWS), sums.counts)
     if cell.total <= PIECE:
-        _store_rows(head, at, sums, parent, SIZES, CELLS)
+        _store_rows(head, at, sums, parent, cell.first, SIZES, CELLS)
     else:
         _store_piece(at.pieces, piece, sums, SIZES, CELLS)
         # All threads must have stored before one of them signals it.
@@ -341,4 +351,4 @@ def aggregate_kernel(
         if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:
             first_extra = first_extra_piece(parent, sorted_of_head, CELLS)
             sums = _add_pieces(at.pieces, sums, parent, first_extra, num_parts, SIZES, CELLS)
-            _store_rows(head, at, sums, parent, SIZES, CELLS)
+            _store_rows(head, at, sums, parent, cell.first, SIZES, CELLS)

@@ -314,7 +314,7 @@ def query_tiles(
         bias=memory.add((*shape, sizes.MOST), torch.float32),
         shown=memory.add((*shape, 2), torch.int32) if levels else given.shown,
         num_leaves=memory.add(shape, torch.int32),
-        refined=memory.add((*shape, 2, sizes.PARENT_ROWS), torch.int32),
+        refined=memory.add((*shape, sizes.PARENT_ROWS), torch.int32),
         level=memory.add((*shape, sizes.ROWS), torch.int8) if levels else None,
     )
     centre = precompute.centre

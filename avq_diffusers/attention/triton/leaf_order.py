@@ -12,7 +12,6 @@ from avq_diffusers.attention.triton.pieces import (
     cell_of,
     first_extra_piece,
     keys_of_cell,
-    leaf_rows,
     parent_of,
     sorted_keys,
 )
@@ -23,7 +22,8 @@ class LeafPointers(NamedTuple):
 
     # (B, H, S) int32, key indices sorted by cell, then leaf, then as in `leaf`.
     leaf_order: tl.tensor
-    # (B, H, 2 MP + M0 CP) int32, start of each leaf's keys in this order, by row of the tables.
+    # (B, H, 2 MP + M0 CP) int32, start of each leaf's keys in this order, by row of the tables,
+    # written by the aggregation.
     row_start: tl.tensor
 
 
@@ -53,20 +53,16 @@ def order_leaves(
     leaf, piece_counts: written by the aggregation.
     """
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
+    WORDS: tl.constexpr = LEAF_ROWS // 4
     first_key = batch_head * chunks.num_keys
     sorted_of_head = sorted_keys(sort, batch_head, chunks, CELLS)
     piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
-    row_start_ptr = leaves.row_start + batch_head * CELLS.ROWS
 
     parent, part = parent_of(piece, sorted_of_head, CELLS)
     if parent < CELLS.PARENT_ROWS:
         cell = cell_of(parent, sorted_of_head, CELLS)
         counts, before = _count_leaves(piece_counts_ptr, parent, part, sorted_of_head, cell, CELLS)
         leaf_start = cell.first + tl.cumsum(counts, axis=0) - counts
-        if part == 0:
-            rows, is_row = leaf_rows(parent, CELLS)
-            tl.store(row_start_ptr + rows, leaf_start, mask=is_row)
-
         following = leaf_start + before
         stop = tl.minimum((part + 1) * CELLS.PIECE, cell.total)
         for block in tl.range(part * CELLS.PIECE, stop, KEYS):
@@ -76,9 +72,13 @@ def order_leaves(
             keys = keys_of_cell(rank, is_key, cell)
             leaf = tl.load(leaf_ptr + first_key + cell.first + rank, mask=is_key, other=-1)
 
-            # (L, KEYS)
-            is_leaf = tl.arange(0, LEAF_ROWS)[:, None] == leaf[None, :]
-            target = tl.cumsum(is_leaf.to(tl.int32), axis=1) - 1 + following[:, None]
-            target = tl.sum(tl.where(is_leaf, target, 0), axis=0)
+            # (L / 4, KEYS) Keys of each leaf up to a key, four numbers of 8 bits in a word.
+            is_word = tl.arange(0, WORDS)[:, None] == (leaf >> 2)[None, :]
+            shift = 8 * (leaf & 3)
+            words = tl.where(is_word, (1 << shift)[None, :], 0)
+            through = tl.sum(tl.where(is_word, tl.cumsum(words, axis=1), 0), axis=0)
+            number = (through >> shift) & 255
+            target = tl.gather(following, tl.maximum(leaf, 0), axis=0) + number - 1
             tl.store(leaves.leaf_order + first_key + target, keys, mask=is_key)
-            following += tl.sum(is_leaf.to(tl.int32), axis=1)
+            totals = tl.sum(words, axis=1)[:, None] >> 8 * tl.arange(0, 4)[None, :]
+            following += (totals & 255).reshape(LEAF_ROWS)

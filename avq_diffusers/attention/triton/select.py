@@ -62,8 +62,7 @@ class ColumnPointers(NamedTuple):
     bias: tl.tensor
     shown: tl.tensor  # (B, H, T, 2) int32, numbers of codewords and of keys
     num_leaves: tl.tensor  # (B, H, T) int32, number of leaves whose keys are shown
-    # (B, H, T, 2 MP) int32 workspace, the refined parents, and where their children's keys start.
-    refined: tl.tensor
+    refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents
     level: tl.tensor  # (B, H, T, ROWS) int8, 1 for a codeword, 2 for keys, 0 if not shown
 
 
@@ -103,8 +102,8 @@ class Asked(NamedTuple):
     """The queries of a tile that decide its columns."""
 
     query: tl.tuple
-    inverse: tl.tensor  # (SAMPLES) 1 over their number, 0 on padding
-    log_total: tl.tensor  # (SAMPLES) log2 of their weights of all parents and sinks
+    log_total: tl.tensor  # (SAMPLES) log2 of their weights of all parents and sinks, inf on padding
+    share: tl.tensor  # 1 over their number
     size: tl.tensor
 
 
@@ -119,42 +118,43 @@ def _growth(x):
 
 
 @triton.jit
-def _append(columns, counted, rows, has_keys, is_fine, counts, starts, SIZES, BLOCKS):
+def _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, BLOCKS):
     """Add rows that hold keys to the columns, key by key where `is_fine`."""
-    is_shown = has_keys & ~is_fine
-    place = counted.codewords + tl.cumsum(is_shown.to(tl.int32), axis=0) - 1
-    tl.store(columns.row + place, rows, mask=is_shown)
-    bias = tl.log2(tl.maximum(counts, 1).to(tl.float32))
-    tl.store(columns.bias + place, bias, mask=is_shown)
-    num_codewords = counted.codewords + tl.sum(is_shown.to(tl.int32), axis=0)
-    num_leaves = counted.leaves
+    has_keys = counts > 0
+    # Numbers of leaves in the upper half, of codewords in the lower.
+    is_column = tl.where(has_keys, tl.where(is_fine, 1 << 16, 1), 0)
+    through = tl.cumsum(is_column, axis=0)
+    total = tl.sum(is_column, axis=0)
+    place = counted.codewords + (through & 0xFFFF) - 1
+    bias = log_counts
+    column = rows
     num_keys = counted.keys
     if SIZES.REFINES == "threshold":
-        is_fine = is_fine & has_keys
-        place = SIZES.MOST - num_leaves - tl.cumsum(is_fine.to(tl.int32), axis=0)
-        tl.store(columns.row + place, starts, mask=is_fine)
-        tl.store(columns.bias + place, counts.to(tl.float32), mask=is_fine)
-        num_leaves += tl.sum(is_fine.to(tl.int32), axis=0)
+        place = tl.where(is_fine, SIZES.MOST - counted.leaves - (through >> 16), place)
+        bias = tl.where(is_fine, counts.to(tl.float32), bias)
+        column = tl.where(is_fine, starts, column)
         num_keys += tl.sum(tl.where(is_fine, counts, 0), axis=0)
+    tl.store(columns.row + place, column, mask=has_keys)
+    tl.store(columns.bias + place, bias, mask=has_keys)
     if BLOCKS.LEVELS:
-        level = tl.where(is_shown, 1, tl.where(is_fine, 2, 0)).to(tl.int8)
+        level = tl.where(is_fine, 2, 1).to(tl.int8)
         tl.store(columns.level + rows, level, mask=has_keys)
-    return Counted(num_codewords, num_leaves, num_keys)
+    return Counted(counted.codewords + (total & 0xFFFF), counted.leaves + (total >> 16), num_keys)
 
 
 @triton.jit
 def _add_logits(running_max, total, logits):
-    """Add logits (SAMPLES, columns) to sums of weights relative to a maximum."""
-    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - new_max[:, None])
-    return new_max, total * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+    """Add logits (columns, SAMPLES) to sums of weights relative to a maximum; and the weights."""
+    new_max = tl.maximum(running_max, tl.max(logits, axis=0))
+    weights = tl.exp2(logits - new_max[None, :])
+    return new_max, total * tl.exp2(running_max - new_max) + tl.sum(weights, axis=0), weights
 
 
 @triton.jit
-def _row_logits(query, tables, rows, valid, SIZES):
-    """Logits (SAMPLES, rows), -inf for rows without keys or not valid."""
-    log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-    return logits_of(query, load_codes(tables, rows, valid, SIZES), log_counts[None, :])
+def _row_logits(query, tables, rows, log_counts, SIZES):
+    """Logits (rows, SAMPLES), -inf for rows without keys."""
+    codes = load_codes(tables, rows, rows == rows, SIZES)
+    return logits_of(codes, query, log_counts)
 
 
 @triton.jit
@@ -164,65 +164,72 @@ def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
     for first in tl.range(0, sinks.number, BLOCKS.K):
         token = first + tl.arange(0, BLOCKS.K)
         logits = token_logits(query, of_centre, sinks, token, token < sinks.number, SIZES)
-        running_max, total = _add_logits(running_max, total, logits)
+        running_max, total, _ = _add_logits(running_max, total, tl.trans(logits))
     return running_max, total
 
 
 @triton.jit
-def _ask(query, inverse, size, tables, centre_ptr, sinks, SIZES, BLOCKS):
+def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
     """What queries that decide tell about parents; with a threshold, sinks share attention."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
-    every = tl.arange(0, PARENT_ROWS)
+    weights = ()
     running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
     total = tl.zeros([BLOCKS.SAMPLES], tl.float32)
-    if BLOCKS.M == PARENT_ROWS:
-        logits = _row_logits(query, tables, every, every >= 0, SIZES)
-        running_max, total = _add_logits(running_max, total, logits)
-    else:
-        for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
-            rows = first + tl.arange(0, BLOCKS.M)
-            of_block = _row_logits(query, tables, rows, rows >= 0, SIZES)
-            running_max, total = _add_logits(running_max, total, of_block)
+    for first in tl.static_range(0, PARENT_ROWS, BLOCKS.M):
+        rows = first + tl.arange(0, BLOCKS.M)
+        log_counts = tl.load(tables.log_counts + rows)
+        logits = _row_logits(query, tables, rows, log_counts[:, None], SIZES)
+        running_max, total, weights = _add_logits(running_max, total, logits)
+    of_parents = running_max
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
-    log_total = running_max + tl.log2(total)
-    asked = Asked(query, inverse, log_total, size)
+    log_total = tl.where(valid, running_max + tl.log2(total), float("inf"))
+    share = 1.0 / num_samples
+    asked = Asked(query, log_total, share, tl.sum(size_of(query, SIZES), axis=0) * share)
     if BLOCKS.M == PARENT_ROWS:
-        masses = tl.sum(tl.exp2(logits - log_total[:, None]) * inverse[:, None], axis=0)
+        shares = tl.exp2(of_parents - log_total) * share
+        masses = _compact(tl.sum(weights * shares[None, :], axis=1))
     else:
-        masses = _masses_of_parents(asked, tables, 0, SIZES, BLOCKS)
+        counts = tl.load(tables.counts + tl.arange(0, PARENT_ROWS))
+        masses = _masses_of_parents(asked, tables, 0, counts, SIZES, BLOCKS)
     return asked, masses
 
 
 @triton.jit
-def _masses(asked, tables, rows, valid, SIZES):
-    """(rows) Mean attention of the queries that decide to some rows."""
-    logits = _row_logits(asked.query, tables, rows, valid, SIZES)
-    shares = tl.exp2(logits - asked.log_total[:, None])
-    return tl.sum(shares * asked.inverse[:, None], axis=0)
+def _compact(numbers):
+    """The same numbers, each in few threads: after a product, many hold the same."""
+    return tl.gather(numbers, tl.arange(0, numbers.shape[0]), axis=0)
 
 
 @triton.jit
-def _masses_of_parents(asked, tables, FIRST_ROW, SIZES, BLOCKS):
+def _masses(asked, tables, rows, counts, SIZES):
+    """(rows) Mean attention of the queries that decide to some rows."""
+    codes = load_codes(tables, rows, rows == rows, SIZES)
+    shares = tl.exp2(logits_of(codes, asked.query, -asked.log_total[None, :]))
+    return _compact(tl.sum(shares, axis=1)) * (counts * asked.share)
+
+
+@triton.jit
+def _masses_of_parents(asked, tables, FIRST_ROW, counts, SIZES, BLOCKS):
     """(MP) `_masses` of as many rows as there are parents, M at a time."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     every = tl.arange(0, PARENT_ROWS)
     if BLOCKS.M == PARENT_ROWS:
-        masses = _masses(asked, tables, FIRST_ROW + every, every >= 0, SIZES)
+        masses = _masses(asked, tables, FIRST_ROW + every, counts, SIZES)
     else:
         masses = tl.zeros([PARENT_ROWS], tl.float32)
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
             rows = first + tl.arange(0, BLOCKS.M)
-            found = _masses(asked, tables, FIRST_ROW + rows, rows >= 0, SIZES)
+            found = _masses(asked, tables, FIRST_ROW + rows, 1.0, SIZES)
             is_row = every[:, None] == rows[None, :]
             masses += tl.sum(tl.where(is_row, found[None, :], 0.0), axis=1)
+        masses *= counts
     return masses
 
 
 @triton.jit
-def _is_fine(masses, tables, rows, valid, counts, size, threshold):
+def _is_fine(masses, spread, counts, size, threshold):
     """Whether rows of leaves are worth as many columns as they have keys."""
-    spread = tl.load(tables.spread + rows, mask=valid, other=0.0)
     return masses * _growth(size * spread) > threshold * counts
 
 
@@ -258,59 +265,72 @@ def _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS):
 
 
 @triton.jit
-def _append_children(asked, tables, columns, counted, first, num_refined, threshold, SIZES, BLOCKS):
+def _append_children(
+    asked, tables, row_start_ptr, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
+):
     """Add the children of P refined parents, from the tile's `first` one on, to the columns."""
     CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
+    place = first + tl.arange(0, BLOCKS.P)
+    parent = tl.load(columns.refined + place, mask=place < num_refined, other=0)
+    rows = parent[:, None] * CHILD_ROWS + tl.arange(0, CHILD_ROWS)[None, :]
+    rows = 2 * SIZES.PARENT_ROWS + rows.reshape(BLOCKS.P * CHILD_ROWS)
     child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
-    place = first + child // CHILD_ROWS
-    valid = place < num_refined
-    parent = tl.load(columns.refined + 2 * place, mask=valid, other=0)
-    rows = 2 * SIZES.PARENT_ROWS + parent * CHILD_ROWS + child % CHILD_ROWS
+    valid = first + child // CHILD_ROWS < num_refined
     counts = tl.load(tables.counts + rows, mask=valid, other=0)
+    log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
     is_fine = child < 0
-    starts = child
+    starts = rows
     if SIZES.REFINES == "threshold":
-        masses = _masses(asked, tables, rows, valid, SIZES)
-        is_fine = _is_fine(masses, tables, rows, valid, counts, asked.size, threshold)
-        starts = tl.load(columns.refined + 2 * place + 1, mask=valid, other=0)
-        before = tl.cumsum(counts.reshape(BLOCKS.P, CHILD_ROWS), axis=1)
-        starts += before.reshape(BLOCKS.P * CHILD_ROWS) - counts
-    return _append(columns, counted, rows, counts > 0, is_fine, counts, starts, SIZES, BLOCKS)
+        spread = tl.load(tables.spread + rows, mask=valid, other=0.0)
+        starts = tl.load(row_start_ptr + rows, mask=valid, other=0)
+        masses = _masses(asked, tables, rows, counts, SIZES)
+        is_fine = _is_fine(masses, spread, counts, asked.size, threshold)
+    return _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, BLOCKS)
 
 
 @triton.jit
-def _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS):
+def _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLOCKS):
     """Write the columns of a tile; return how many there are."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     counted = Counted(0, 0, 0)
     parents = tl.arange(0, PARENT_ROWS)
     counts = tl.load(tables.counts + parents)
-    starts = tl.cumsum(counts, axis=0) - counts
+    log_counts = tl.load(tables.log_counts + parents)
     is_refined = _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS)
-    is_shown = (counts > 0) & ~is_refined
-    none = parents < 0
-    counted = _append(columns, counted, parents, is_shown, none, counts, starts, SIZES, BLOCKS)
+    is_fine = parents < 0
+    rows = parents
+    starts = parents
     if SIZES.REFINES != "none":
+        stays = PARENT_ROWS + parents
+        if SIZES.REFINES == "threshold":
+            spread = tl.load(tables.spread + stays)
+            starts = tl.load(row_start_ptr + stays)
+            of_stays = tl.load(tables.counts + stays)
+            masses = _masses_of_parents(asked, tables, PARENT_ROWS, of_stays, SIZES, BLOCKS)
+            is_fine = _is_fine(masses, spread, of_stays, asked.size, threshold) & is_refined
+        rows = tl.where(is_refined, stays, rows)
+        counts = tl.where(is_refined, tl.load(tables.counts + stays), counts)
+        log_counts = tl.where(is_refined, tl.load(tables.log_counts + stays), log_counts)
+    counted = _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, BLOCKS)
+    if SIZES.REFINES != "none" and SIZES.CHILD_ROWS > 0:
         num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
         place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
-        rows = PARENT_ROWS + parents
-        counts = tl.load(tables.counts + rows)
-        tl.store(columns.refined + 2 * place, parents, mask=is_refined)
-        tl.store(columns.refined + 2 * place + 1, starts + counts, mask=is_refined)
-        has_keys = is_refined & (counts > 0)
-        is_fine = none
-        if SIZES.REFINES == "threshold":
-            of_stays = _masses_of_parents(asked, tables, PARENT_ROWS, SIZES, BLOCKS)
-            is_fine = _is_fine(of_stays, tables, rows, has_keys, counts, asked.size, threshold)
-        counted = _append(columns, counted, rows, has_keys, is_fine, counts, starts, SIZES, BLOCKS)
-
-        if SIZES.CHILD_ROWS > 0:
-            # The loop reads what other threads of this program wrote.
-            tl.debug_barrier()
-            for first in tl.range(0, num_refined, BLOCKS.P):
-                counted = _append_children(
-                    asked, tables, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
-                )
+        tl.store(columns.refined + place, parents, mask=is_refined)
+        # The loop reads what other threads of this program wrote.
+        tl.debug_barrier()
+        for first in tl.range(0, num_refined, BLOCKS.P):
+            counted = _append_children(
+                asked,
+                tables,
+                row_start_ptr,
+                columns,
+                counted,
+                first,
+                num_refined,
+                threshold,
+                SIZES,
+                BLOCKS,
+            )
     return counted
 
 
@@ -332,7 +352,7 @@ def columns_of_tile(columns, tile, SIZES):
         columns.bias + tile.number * SIZES.MOST,
         columns.shown + tile.number * 2,
         columns.num_leaves + tile.number,
-        columns.refined + tile.number * (2 * SIZES.PARENT_ROWS),
+        columns.refined + tile.number * SIZES.PARENT_ROWS,
         columns.level + tile.number * SIZES.ROWS,
     )
 
@@ -418,12 +438,12 @@ def select_kernel(
     if SIZES.REFINES == "threshold" or SIZES.REFINES == "some":
         rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
         query = load_queries(rows, tile, SIZES)
-        inverse = tl.where(valid, 1.0 / tl.sum(valid.to(tl.float32), axis=0), 0.0)
-        size = tl.sum(size_of(query, SIZES) * inverse, axis=0)
-        asked, masses = _ask(query, inverse, size, tables, centre_ptr, sinks, SIZES, BLOCKS)
+        samples = tl.minimum(num_valid, BLOCKS.SAMPLES)
+        asked, masses = _ask(query, valid, samples, tables, centre_ptr, sinks, SIZES, BLOCKS)
     if BLOCKS.LEVELS:
         _show_nothing(columns, SIZES)
-    counted = _select(asked, masses, tables, columns, threshold, SIZES, BLOCKS)
+    row_start_ptr = leaves.row_start + batch_head * SIZES.ROWS
+    counted = _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLOCKS)
     tl.store(columns.shown, counted.codewords)
     tl.store(columns.shown + 1, counted.keys)
     tl.store(columns.num_leaves, counted.leaves)

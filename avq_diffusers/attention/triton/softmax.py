@@ -91,12 +91,12 @@ def load_values(tables, rows, valid, SIZES):
 
 
 @triton.jit
-def logits_of(query, codes, bias):
-    """Queries times codes, both in blocks of dims, plus a bias for free."""
-    bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
-    logits = product(query[0], tl.trans(codes[0]), bias)
-    if len(query) > 1:
-        logits = product(query[1], tl.trans(codes[1]), logits)
+def logits_of(left, right, bias):
+    """Queries times codes, or codes times queries, in blocks of dims, plus a bias for free."""
+    bias = tl.broadcast_to(bias, (left[0].shape[0], right[0].shape[0]))
+    logits = product(left[0], tl.trans(right[0]), bias)
+    if len(left) > 1:
+        logits = product(left[1], tl.trans(right[1]), logits)
     return logits
 
 
