@@ -16,6 +16,7 @@ need no more than tiles do: some sort each cell's keys by leaf, some add up the 
 Shapes: as in `attention`; SAMPLES queries of a tile decide, and ROWS are those of the tables.
 """
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -46,6 +47,7 @@ from avq_diffusers.attention.triton.tokens import (
 # From here on, growth is continued by its tangent.
 MOST_GROWTH = tl.constexpr(20.0)
 EXP_MOST_GROWTH = tl.constexpr(485165195.40979)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 class ColumnPointers(NamedTuple):
@@ -62,7 +64,7 @@ class ColumnPointers(NamedTuple):
     bias: tl.tensor
     shown: tl.tensor  # (B, H, T, 2) int32, numbers of codewords and of keys
     num_leaves: tl.tensor  # (B, H, T) int32, number of leaves whose keys are shown
-    refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents
+    refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents, then 0
     level: tl.tensor  # (B, H, T, ROWS) int8, 1 for a codeword, 2 for keys, 0 if not shown
 
 
@@ -112,7 +114,7 @@ def _growth(x):
     """exp(x) - 1, continued by its tangent; exact for small x, where the difference cancels."""
     small = tl.minimum(x, MOST_GROWTH)
     exact = tl.where(
-        small < 1e-2, small * (1 + small * (0.5 + small * (1 / 6))), tl.exp(small) - 1.0
+        small < 1e-2, small * (1 + small * (0.5 + small * (1 / 6))), tl.exp2(small * LOG2E) - 1.0
     )
     return exact + EXP_MOST_GROWTH * tl.maximum(x - MOST_GROWTH, 0.0)
 
@@ -151,10 +153,11 @@ def _add_logits(running_max, total, logits):
 
 
 @triton.jit
-def _row_logits(query, tables, rows, log_counts, SIZES):
-    """Logits (rows, SAMPLES), -inf for rows without keys."""
-    codes = load_codes(tables, rows, rows == rows, SIZES)
-    return logits_of(codes, query, log_counts)
+def _parent_logits(query, tables, first, SIZES, BLOCKS):
+    """Logits (M, SAMPLES) of parents, -inf for those without keys."""
+    rows = first + tl.arange(0, BLOCKS.M)
+    codes = load_codes(tables, rows, rows >= 0, SIZES)
+    return logits_of(codes, query, tl.load(tables.log_counts + rows)[:, None])
 
 
 @triton.jit
@@ -172,14 +175,15 @@ def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
 def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
     """What queries that decide tell about parents; with a threshold, sinks share attention."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
-    weights = ()
     running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
     total = tl.zeros([BLOCKS.SAMPLES], tl.float32)
-    for first in tl.static_range(0, PARENT_ROWS, BLOCKS.M):
-        rows = first + tl.arange(0, BLOCKS.M)
-        log_counts = tl.load(tables.log_counts + rows)
-        logits = _row_logits(query, tables, rows, log_counts[:, None], SIZES)
+    if BLOCKS.M == PARENT_ROWS:
+        logits = _parent_logits(query, tables, 0, SIZES, BLOCKS)
         running_max, total, weights = _add_logits(running_max, total, logits)
+    else:
+        for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
+            logits = _parent_logits(query, tables, first, SIZES, BLOCKS)
+            running_max, total, _ = _add_logits(running_max, total, logits)
     of_parents = running_max
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
@@ -202,9 +206,8 @@ def _compact(numbers):
 
 
 @triton.jit
-def _masses(asked, tables, rows, counts, SIZES):
+def _masses(asked, codes, counts):
     """(rows) Mean attention of the queries that decide to some rows."""
-    codes = load_codes(tables, rows, rows == rows, SIZES)
     shares = tl.exp2(logits_of(codes, asked.query, -asked.log_total[None, :]))
     return _compact(tl.sum(shares, axis=1)) * (counts * asked.share)
 
@@ -215,12 +218,14 @@ def _masses_of_parents(asked, tables, FIRST_ROW, counts, SIZES, BLOCKS):
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     every = tl.arange(0, PARENT_ROWS)
     if BLOCKS.M == PARENT_ROWS:
-        masses = _masses(asked, tables, FIRST_ROW + every, counts, SIZES)
+        codes = load_codes(tables, FIRST_ROW + every, every >= 0, SIZES)
+        masses = _masses(asked, codes, counts)
     else:
         masses = tl.zeros([PARENT_ROWS], tl.float32)
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
             rows = first + tl.arange(0, BLOCKS.M)
-            found = _masses(asked, tables, FIRST_ROW + rows, 1.0, SIZES)
+            codes = load_codes(tables, FIRST_ROW + rows, rows >= 0, SIZES)
+            found = _masses(asked, codes, 1.0)
             is_row = every[:, None] == rows[None, :]
             masses += tl.sum(tl.where(is_row, found[None, :], 0.0), axis=1)
         masses *= counts
@@ -265,25 +270,42 @@ def _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS):
 
 
 @triton.jit
+def _load_children(tables, parents, SIZES):
+    """Codes of all children of some parents, in blocks of dims."""
+    ROWS: tl.constexpr = parents.shape[0] * SIZES.CHILD_ROWS
+    FIRST: tl.constexpr = SIZES.CODE_ROWS - SIZES.ROWS + 2 * SIZES.PARENT_ROWS
+    child = FIRST + tl.arange(0, SIZES.CHILD_ROWS)
+    cell = parents * (SIZES.CHILD_ROWS * SIZES.PADDED_DIM)
+    first_dims = child[:, None] * SIZES.PADDED_DIM + tl.arange(0, SIZES.BLOCK_D)[None, :]
+    pointers = tables.codes + first_dims[None, :, :] + cell[:, None, None]
+    codes = (tl.load(pointers).reshape(ROWS, SIZES.BLOCK_D),)
+    if SIZES.REST_D > 0:
+        dims = SIZES.BLOCK_D + tl.arange(0, SIZES.REST_D)
+        rest = child[:, None] * SIZES.PADDED_DIM + dims[None, :]
+        pointers = tables.codes + rest[None, :, :] + cell[:, None, None]
+        codes += (tl.load(pointers).reshape(ROWS, SIZES.REST_D),)
+    return codes
+
+
+@triton.jit
 def _append_children(
     asked, tables, row_start_ptr, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
 ):
     """Add the children of P refined parents, from the tile's `first` one on, to the columns."""
     CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
-    place = first + tl.arange(0, BLOCKS.P)
-    parent = tl.load(columns.refined + place, mask=place < num_refined, other=0)
+    parent = tl.load(columns.refined + first + tl.arange(0, BLOCKS.P))
     rows = parent[:, None] * CHILD_ROWS + tl.arange(0, CHILD_ROWS)[None, :]
     rows = 2 * SIZES.PARENT_ROWS + rows.reshape(BLOCKS.P * CHILD_ROWS)
     child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
-    valid = first + child // CHILD_ROWS < num_refined
-    counts = tl.load(tables.counts + rows, mask=valid, other=0)
-    log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
+    is_refined = first + child // CHILD_ROWS < num_refined
+    counts = tl.load(tables.counts + rows, mask=is_refined, other=0)
+    log_counts = tl.load(tables.log_counts + rows)
     is_fine = child < 0
     starts = rows
     if SIZES.REFINES == "threshold":
-        spread = tl.load(tables.spread + rows, mask=valid, other=0.0)
-        starts = tl.load(row_start_ptr + rows, mask=valid, other=0)
-        masses = _masses(asked, tables, rows, counts, SIZES)
+        spread = tl.load(tables.spread + rows)
+        starts = tl.load(row_start_ptr + rows)
+        masses = _masses(asked, _load_children(tables, parent, SIZES), counts)
         is_fine = _is_fine(masses, spread, counts, asked.size, threshold)
     return _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, BLOCKS)
 
@@ -314,8 +336,9 @@ def _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLO
     counted = _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, BLOCKS)
     if SIZES.REFINES != "none" and SIZES.CHILD_ROWS > 0:
         num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
-        place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
-        tl.store(columns.refined + place, parents, mask=is_refined)
+        through = tl.cumsum(is_refined.to(tl.int32), axis=0)
+        place = tl.where(is_refined, through - 1, num_refined + parents - through)
+        tl.store(columns.refined + place, tl.where(is_refined, parents, 0))
         # The loop reads what other threads of this program wrote.
         tl.debug_barrier()
         for first in tl.range(0, num_refined, BLOCKS.P):
