@@ -104,8 +104,9 @@ class Asked(NamedTuple):
     """The queries of a tile that decide its columns."""
 
     query: tl.tuple
-    log_total: tl.tensor  # (SAMPLES) log2 of their weights of all parents and sinks, inf on padding
-    share: tl.tensor  # 1 over their number
+    maximum: tl.tensor  # (SAMPLES) of their logits
+    # (SAMPLES) What a weight relative to the maximum adds to a mean attention, 0 on padding.
+    share: tl.tensor
     size: tl.tensor
 
 
@@ -172,6 +173,14 @@ def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
 
 
 @triton.jit
+def _mean(weights, asked):
+    """(rows) Mean attention of the queries that decide, from their weights (rows, SAMPLES)."""
+    mean = tl.sum(weights * asked.share[None, :], axis=1)
+    # After a product many threads hold the same row; a gather leaves it to one.
+    return tl.gather(mean, tl.arange(0, mean.shape[0]), axis=0)
+
+
+@triton.jit
 def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
     """What queries that decide tell about parents; with a threshold, sinks share attention."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
@@ -184,15 +193,15 @@ def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
             logits = _parent_logits(query, tables, first, SIZES, BLOCKS)
             running_max, total, _ = _add_logits(running_max, total, logits)
-    of_parents = running_max
+    maximum = running_max
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
-    log_total = tl.where(valid, running_max + tl.log2(total), float("inf"))
-    share = 1.0 / num_samples
-    asked = Asked(query, log_total, share, tl.sum(size_of(query, SIZES), axis=0) * share)
+    total *= num_samples
+    share = tl.where(valid, tl.exp2(maximum - running_max) / total, 0.0)
+    size = tl.sum(size_of(query, SIZES), axis=0) / num_samples
+    asked = Asked(query, maximum, share, size)
     if BLOCKS.M == PARENT_ROWS:
-        shares = tl.exp2(of_parents - log_total) * share
-        masses = _compact(tl.sum(weights * shares[None, :], axis=1))
+        masses = _mean(weights, asked)
     else:
         counts = tl.load(tables.counts + tl.arange(0, PARENT_ROWS))
         masses = _masses_of_parents(asked, tables, 0, counts, SIZES, BLOCKS)
@@ -200,16 +209,10 @@ def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
 
 
 @triton.jit
-def _compact(numbers):
-    """The same numbers, each in few threads: after a product, many hold the same."""
-    return tl.gather(numbers, tl.arange(0, numbers.shape[0]), axis=0)
-
-
-@triton.jit
 def _masses(asked, codes, counts):
     """(rows) Mean attention of the queries that decide to some rows."""
-    shares = tl.exp2(logits_of(codes, asked.query, -asked.log_total[None, :]))
-    return _compact(tl.sum(shares, axis=1)) * (counts * asked.share)
+    weights = tl.exp2(logits_of(codes, asked.query, -asked.maximum[None, :]))
+    return _mean(weights, asked) * counts
 
 
 @triton.jit
