@@ -361,7 +361,7 @@ def _select_launch(
     blocks = SelectBlocks(
         SAMPLES=padded(problem.num_samples, 16),
         M=min(tiling.rows, sizes.PARENT_ROWS),
-        P=max(1, tiling.rows // max(1, sizes.CHILD_ROWS)),
+        P=min(sizes.PARENT_ROWS, max(1, tiling.rows // max(1, sizes.CHILD_ROWS))),
         K=tiling.rows,
         KEYS=tiling.keys,
         SCALE=problem.scale,

@@ -64,7 +64,8 @@ class ColumnPointers(NamedTuple):
     bias: tl.tensor
     shown: tl.tensor  # (B, H, T, 2) int32, numbers of codewords and of keys
     num_leaves: tl.tensor  # (B, H, T) int32, number of leaves whose keys are shown
-    refined: tl.tensor  # (B, H, T, MP) int32 workspace, the refined parents, then 0
+    # (B, H, T, MP) int32 workspace: masses as bits; then the refined parents, and 0 after them.
+    refined: tl.tensor
     level: tl.tensor  # (B, H, T, ROWS) int8, 1 for a codeword, 2 for keys, 0 if not shown
 
 
@@ -104,7 +105,7 @@ class Asked(NamedTuple):
     """The queries of a tile that decide its columns."""
 
     query: tl.tuple
-    maximum: tl.tensor  # (SAMPLES) of their logits
+    maximum: tl.tensor  # (SAMPLES) of their logits of parents and sinks
     # (SAMPLES) What a weight relative to the maximum adds to a mean attention, 0 on padding.
     share: tl.tensor
     size: tl.tensor
@@ -173,15 +174,15 @@ def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
 
 
 @triton.jit
-def _mean(weights, asked):
+def _mean(weights, share):
     """(rows) Mean attention of the queries that decide, from their weights (rows, SAMPLES)."""
-    mean = tl.sum(weights * asked.share[None, :], axis=1)
+    mean = tl.sum(weights * share[None, :], axis=1)
     # After a product many threads hold the same row; a gather leaves it to one.
     return tl.gather(mean, tl.arange(0, mean.shape[0]), axis=0)
 
 
 @triton.jit
-def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
+def _ask(query, valid, num_samples, tables, columns, centre_ptr, sinks, SIZES, BLOCKS):
     """What queries that decide tell about parents; with a threshold, sinks share attention."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
@@ -193,18 +194,16 @@ def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
             logits = _parent_logits(query, tables, first, SIZES, BLOCKS)
             running_max, total, _ = _add_logits(running_max, total, logits)
-    maximum = running_max
+    of_parents = running_max
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
-    total *= num_samples
-    share = tl.where(valid, tl.exp2(maximum - running_max) / total, 0.0)
+    share = tl.where(valid, 1.0 / (total * num_samples), 0.0)
     size = tl.sum(size_of(query, SIZES), axis=0) / num_samples
-    asked = Asked(query, maximum, share, size)
+    asked = Asked(query, running_max, share, size)
     if BLOCKS.M == PARENT_ROWS:
-        masses = _mean(weights, asked)
+        masses = _mean(weights, share * tl.exp2(of_parents - running_max))
     else:
-        counts = tl.load(tables.counts + tl.arange(0, PARENT_ROWS))
-        masses = _masses_of_parents(asked, tables, 0, counts, SIZES, BLOCKS)
+        masses = _masses_of_parents(asked, tables, columns, 0, SIZES, BLOCKS)
     return asked, masses
 
 
@@ -212,26 +211,29 @@ def _ask(query, valid, num_samples, tables, centre_ptr, sinks, SIZES, BLOCKS):
 def _masses(asked, codes, counts):
     """(rows) Mean attention of the queries that decide to some rows."""
     weights = tl.exp2(logits_of(codes, asked.query, -asked.maximum[None, :]))
-    return _mean(weights, asked) * counts
+    return tl.where(counts > 0, counts * _mean(weights, asked.share), 0.0)
 
 
 @triton.jit
-def _masses_of_parents(asked, tables, FIRST_ROW, counts, SIZES, BLOCKS):
+def _masses_of_parents(asked, tables, columns, FIRST_ROW, SIZES, BLOCKS):
     """(MP) `_masses` of as many rows as there are parents, M at a time."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     every = tl.arange(0, PARENT_ROWS)
     if BLOCKS.M == PARENT_ROWS:
+        counts = tl.load(tables.counts + FIRST_ROW + every)
         codes = load_codes(tables, FIRST_ROW + every, every >= 0, SIZES)
         masses = _masses(asked, codes, counts)
     else:
-        masses = tl.zeros([PARENT_ROWS], tl.float32)
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
-            rows = first + tl.arange(0, BLOCKS.M)
-            codes = load_codes(tables, FIRST_ROW + rows, rows >= 0, SIZES)
-            found = _masses(asked, codes, 1.0)
-            is_row = every[:, None] == rows[None, :]
-            masses += tl.sum(tl.where(is_row, found[None, :], 0.0), axis=1)
-        masses *= counts
+            place = first + tl.arange(0, BLOCKS.M)
+            counts = tl.load(tables.counts + FIRST_ROW + place)
+            codes = load_codes(tables, FIRST_ROW + place, place >= 0, SIZES)
+            bits = _masses(asked, codes, counts).to(tl.int32, bitcast=True)
+            tl.store(columns.refined + place, bits)
+        # Threads exchange masses through memory, and more follow there.
+        tl.debug_barrier()
+        masses = tl.load(columns.refined + every).to(tl.float32, bitcast=True)
+        tl.debug_barrier()
     return masses
 
 
@@ -331,7 +333,7 @@ def _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLO
             spread = tl.load(tables.spread + stays)
             starts = tl.load(row_start_ptr + stays)
             of_stays = tl.load(tables.counts + stays)
-            masses = _masses_of_parents(asked, tables, PARENT_ROWS, of_stays, SIZES, BLOCKS)
+            masses = _masses_of_parents(asked, tables, columns, PARENT_ROWS, SIZES, BLOCKS)
             is_fine = _is_fine(masses, spread, of_stays, asked.size, threshold) & is_refined
         rows = tl.where(is_refined, stays, rows)
         counts = tl.where(is_refined, tl.load(tables.counts + stays), counts)
@@ -465,7 +467,9 @@ def select_kernel(
         rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
         query = load_queries(rows, tile, SIZES)
         samples = tl.minimum(num_valid, BLOCKS.SAMPLES)
-        asked, masses = _ask(query, valid, samples, tables, centre_ptr, sinks, SIZES, BLOCKS)
+        asked, masses = _ask(
+            query, valid, samples, tables, columns, centre_ptr, sinks, SIZES, BLOCKS
+        )
     if BLOCKS.LEVELS:
         _show_nothing(columns, SIZES)
     row_start_ptr = leaves.row_start + batch_head * SIZES.ROWS
