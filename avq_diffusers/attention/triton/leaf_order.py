@@ -53,7 +53,8 @@ def order_leaves(
     leaf, piece_counts: written by the aggregation.
     """
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
-    WORDS: tl.constexpr = LEAF_ROWS // 4
+    WORDS: tl.constexpr = CELLS.NUM_CHILDREN // 4 + 1
+    leaves_of_cell = tl.arange(0, LEAF_ROWS)
     first_key = batch_head * chunks.num_keys
     sorted_of_head = sorted_keys(sort, batch_head, chunks, CELLS)
     piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
@@ -72,13 +73,16 @@ def order_leaves(
             keys = keys_of_cell(rank, is_key, cell)
             leaf = tl.load(leaf_ptr + first_key + cell.first + rank, mask=is_key, other=-1)
 
-            # (L / 4, KEYS) Keys of each leaf up to a key, four numbers of 8 bits in a word.
-            is_word = tl.arange(0, WORDS)[:, None] == (leaf >> 2)[None, :]
+            # Keys of each leaf up to a key, four numbers of 8 bits in a word.
             shift = 8 * (leaf & 3)
-            words = tl.where(is_word, (1 << shift)[None, :], 0)
-            through = tl.sum(tl.where(is_word, tl.cumsum(words, axis=1), 0), axis=0)
+            through = tl.zeros_like(leaf)
+            totals = tl.zeros_like(leaves_of_cell)
+            for word in tl.static_range(WORDS):
+                is_word = leaf >> 2 == word
+                ones = tl.where(is_word, 1 << shift, 0)
+                through = tl.where(is_word, tl.cumsum(ones, axis=0), through)
+                totals = tl.where(leaves_of_cell >> 2 == word, tl.sum(ones, axis=0), totals)
             number = (through >> shift) & 255
             target = tl.gather(following, tl.maximum(leaf, 0), axis=0) + number - 1
             tl.store(leaves.leaf_order + first_key + target, keys, mask=is_key)
-            totals = tl.sum(words, axis=1)[:, None] >> 8 * tl.arange(0, 4)[None, :]
-            following += (totals & 255).reshape(LEAF_ROWS)
+            following += (totals >> 8 * (leaves_of_cell & 3)) & 255
