@@ -148,18 +148,18 @@ def _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, 
 
 @triton.jit
 def _add_logits(running_max, total, logits):
-    """Add logits (columns, SAMPLES) to sums of weights relative to a maximum; and the weights."""
-    new_max = tl.maximum(running_max, tl.max(logits, axis=0))
-    weights = tl.exp2(logits - new_max[None, :])
-    return new_max, total * tl.exp2(running_max - new_max) + tl.sum(weights, axis=0), weights
+    """Add logits (SAMPLES, columns) to sums of weights relative to a maximum; and the weights."""
+    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_max[:, None])
+    return new_max, total * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1), weights
 
 
 @triton.jit
 def _parent_logits(query, tables, first, SIZES, BLOCKS):
-    """Logits (M, SAMPLES) of parents, -inf for those without keys."""
+    """Logits (SAMPLES, M) of parents, -inf for those without keys."""
     rows = first + tl.arange(0, BLOCKS.M)
     codes = load_codes(tables, rows, rows >= 0, SIZES)
-    return logits_of(codes, query, tl.load(tables.log_counts + rows)[:, None])
+    return logits_of(query, codes, tl.load(tables.log_counts + rows)[None, :])
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
     for first in tl.range(0, sinks.number, BLOCKS.K):
         token = first + tl.arange(0, BLOCKS.K)
         logits = token_logits(query, of_centre, sinks, token, token < sinks.number, SIZES)
-        running_max, total, _ = _add_logits(running_max, total, tl.trans(logits))
+        running_max, total, _ = _add_logits(running_max, total, logits)
     return running_max, total
 
 
@@ -201,7 +201,7 @@ def _ask(query, valid, num_samples, tables, columns, centre_ptr, sinks, SIZES, B
     size = tl.sum(size_of(query, SIZES), axis=0) / num_samples
     asked = Asked(query, running_max, share, size)
     if BLOCKS.M == PARENT_ROWS:
-        masses = _mean(weights, share * tl.exp2(of_parents - running_max))
+        masses = _mean(tl.trans(weights), share * tl.exp2(of_parents - running_max))
     else:
         masses = _masses_of_parents(asked, tables, columns, 0, SIZES, BLOCKS)
     return asked, masses
