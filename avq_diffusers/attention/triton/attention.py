@@ -369,7 +369,14 @@ def _select_launch(
     )
     chosen = {"programs": Programs(num_pieces, num_matrix), "BLOCKS": blocks}
     grid = heads * (num_pieces + num_matrix + problem.num_tiles), batch, 1
-    return Launch(select_kernel, grid, arguments | chosen, num_warps=tiling.num_warps, num_stages=1)
+    return Launch(
+        select_kernel,
+        grid,
+        arguments | chosen,
+        num_warps=tiling.num_warps,
+        num_stages=1,
+        maxnreg=tiling.max_registers,
+    )
 
 
 def _token_layout(layouts: tuple[Layout, ...] | None, align: int) -> TokenLayout:

@@ -68,13 +68,17 @@ class SelectTiling:
     num_warps: int
     rows: int  # parents, stays, children or sinks per matmul
     keys: int = 64  # that a program of the leaf order places at once
+    max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
 
 
 def select_tiling(problem: Problem) -> SelectTiling:
     """The tiling of the select kernel, measured on an H200."""
     num_warps = max(1, padded(problem.num_samples, 16) // 32)
     most = 32 if problem.dtype == torch.float32 else 64
-    return SelectTiling(num_warps, min(BLOCK_SIZES[problem.reduction], most))
+    tiling = SelectTiling(num_warps, min(BLOCK_SIZES[problem.reduction], most))
+    if num_warps == 1 and problem.query.shape[3] <= 64 and problem.dtype != torch.float32:
+        return replace(tiling, max_registers=128)
+    return tiling
 
 
 @dataclass(frozen=True)
