@@ -67,7 +67,7 @@ class SelectTiling:
 
     num_warps: int
     rows: int  # parents, stays, children or sinks per matmul
-    keys: int = 64  # that a program of the leaf order places at once
+    keys: int = 128  # that a program of the leaf order places at once, at most 255
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
 
 
