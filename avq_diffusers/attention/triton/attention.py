@@ -364,7 +364,6 @@ def _select_launch(
         P=min(sizes.PARENT_ROWS, max(1, tiling.rows // max(1, sizes.CHILD_ROWS))),
         K=tiling.rows,
         KEYS=tiling.keys,
-        SCALE=problem.scale,
         LEVELS=levels,
     )
     chosen = {"programs": Programs(num_pieces, num_matrix), "BLOCKS": blocks}

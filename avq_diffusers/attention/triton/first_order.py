@@ -1,8 +1,9 @@
 """The first-order term: how values inside leaves follow their keys, one matrix per head.
 
-    M = scale sum_j (v_j - mean of its leaf) (k_j - mean of its leaf)^T / sum_j s_leaf(j)
+    M = ln(2) sum_j (v_j - mean of its leaf) (c_j - mean of its leaf)^T / sum_j s_leaf(j)
 
-with the spreads s in units of the codes. A query that sees the spread r gains r / (1 + r size) M q.
+with the keys c and the spreads s in units of the codes. A query that sees the spread r gains
+r / (1 + r size) M q.
 The sum over keys is that around the centre, which programs of the sort's launch add up chunk by
 chunk, without the same for the means of leaves. The matrix is computed in at most 4 x 4 blocks.
 
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from avq_diffusers.attention.tensors import LEAST_INSIDE
 from avq_diffusers.attention.triton.rows import load_keys, mean_parent, product
+from avq_diffusers.attention.triton.softmax import LN2
 
 # Below it, a divisor counts as zero.
 LEAST = tl.constexpr(1e-30)
@@ -36,7 +38,10 @@ MOST_VALUES = tl.constexpr(64)
 
 @triton.jit
 def sum_covariance(head, value_ptr, value_stride, covariance_ptr, summed, index, SIZES, BLOCKS):
-    """Write a part of a chunk's sum of values times keys around the centre."""
+    """Write a part of a chunk's sum of values times keys around the centre.
+
+    Keys are scaled and rounded as codes are, so that leaves of one key cancel later.
+    """
     DIM: tl.constexpr = SIZES.PADDED_DIM
     VALUES: tl.constexpr = min(DIM, MOST_VALUES)
     PARTS: tl.constexpr = DIM // VALUES
@@ -53,8 +58,8 @@ def sum_covariance(head, value_ptr, value_stride, covariance_ptr, summed, index,
         offsets = (token.to(tl.int64) * value_stride * SIZES.ALIGN)[:, None] + values[None, :]
         # Values beyond the last key are 0.
         value = tl.load(value_ptr + offsets, mask=is_key[:, None] & is_value, other=0.0)
-        offset = (key.to(tl.float32) - centre[None, :]).to(key.dtype)
-        total = product(tl.trans(value), offset, total)
+        code = (key.to(tl.float32) - centre[None, :]) * BLOCKS.FACTOR
+        total = product(tl.trans(value), code.to(key.dtype), total)
     covariance_ptr += (head.batch_head * summed.number + chunk) * (DIM * DIM)
     tl.store(covariance_ptr + values[:, None] * DIM + tl.arange(0, DIM)[None, :], total)
 
@@ -76,7 +81,7 @@ def inverse_variance(tables, SIZES):
 
 
 @triton.jit
-def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
+def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES):
     """Write a block of a head's matrix."""
     DIM: tl.constexpr = SIZES.PADDED_DIM
     SIDE: tl.constexpr = SIZES.MATRIX_SIDE
@@ -104,10 +109,9 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES, SCALE):
         pointers = tables.mean_values + row[:, None] * DIM + values[None, :]
         mask = is_row[:, None] & (values < SIZES.HEAD_DIM)[None, :]
         mean_values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        weights = counts * (-1.0 / SIZES.FACTOR)
-        total = product(tl.trans(mean_values * weights[:, None]), keys, total)
+        total = product(tl.trans(mean_values * -counts[:, None]), keys, total)
 
-    total *= SCALE * inverse
+    total *= inverse * LN2
     tl.store(tables.matrix + numbers, total)
     tl.store(tables.largest + block, tl.max(tl.max(tl.abs(total), axis=1), axis=0))
 

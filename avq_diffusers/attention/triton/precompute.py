@@ -194,7 +194,7 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         ROWS=2 * parent_rows + spec.num_parents * child_rows,
         NUM_CHUNKS=tiling.num_chunks,
         PIECE=tiling.piece_keys,
-        FACTOR=problem.scale * math.log2(math.e),
+        FACTOR=_factor(problem),
         LEAVES=has_leaves,
     )
 
@@ -210,4 +210,9 @@ def _sort_blocks(problem: Problem, tiling: PrecomputeTiling, sizes: KeySizes) ->
         STRIPS=tiling.sort_warps,
         RESIDENT=sort_parents == sizes.PARENT_ROWS or resident_bytes <= tiling.sort_shared,
         FIRST_ORDER=problem.has_first_order,
+        FACTOR=_factor(problem),
     )
+
+
+def _factor(problem: Problem) -> float:
+    return problem.scale * math.log2(math.e)

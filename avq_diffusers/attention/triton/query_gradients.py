@@ -30,6 +30,7 @@ from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import Tables, product
 from avq_diffusers.attention.triton.select import ColumnPointers
 from avq_diffusers.attention.triton.softmax import (
+    LN2,
     load_codes,
     load_values,
     logits_of,
@@ -52,9 +53,6 @@ from avq_diffusers.attention.triton.tokens import (
     load_tokens,
     token_logits,
 )
-
-# 1 / log2(e): logits are in base 2.
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 class QueryPointers(NamedTuple):

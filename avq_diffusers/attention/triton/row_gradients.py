@@ -19,10 +19,10 @@ import triton.language as tl
 
 from avq_diffusers.attention.triton.first_order import LEAST, inverse_variance
 from avq_diffusers.attention.triton.problem import Strides
-from avq_diffusers.attention.triton.query_gradients import LN2, QueryPointers
+from avq_diffusers.attention.triton.query_gradients import QueryPointers
 from avq_diffusers.attention.triton.rows import Tables, product
 from avq_diffusers.attention.triton.select import ColumnPointers
-from avq_diffusers.attention.triton.softmax import load_codes, load_values
+from avq_diffusers.attention.triton.softmax import LN2, load_codes, load_values
 from avq_diffusers.attention.triton.tile import (
     head_of_tables,
     load_queries,

@@ -73,7 +73,6 @@ class SelectBlocks(NamedTuple):
     """Compile-time blocks: parents, refined parents with their children, and sinks, per step.
 
     KEYS: keys that a program of the leaf order places at once.
-    SCALE: factor of that matrix.
     LEVELS: whether levels are stored.
     """
 
@@ -82,7 +81,6 @@ class SelectBlocks(NamedTuple):
     P: tl.constexpr
     K: tl.constexpr
     KEYS: tl.constexpr
-    SCALE: tl.constexpr
     LEVELS: tl.constexpr
 
 
@@ -448,7 +446,7 @@ def select_kernel(
         SIZE: tl.constexpr = SIZES.PADDED_DIM * SIZES.PADDED_DIM
         covariance_ptr += batch_head * summed.number * SIZE
         tables = head_of_tables(tables, batch_head, head, SIZES)
-        add_covariances(covariance_ptr, tables, summed.number, index, SIZES, BLOCKS.SCALE)
+        add_covariances(covariance_ptr, tables, summed.number, index, SIZES)
         return
     index -= programs.matrix
 

@@ -6,6 +6,7 @@ sums are rescaled when it grows.
 Shapes: as in `attention`.
 """
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -15,6 +16,8 @@ from avq_diffusers.attention.triton.rows import product
 
 # Below every logit, but finite: -inf minus -inf is NaN while a query has seen nothing.
 LOG_ZERO = tl.constexpr(-1e30)
+# 1 / log2(e): logits are in base 2.
+LN2 = tl.constexpr(math.log(2))
 
 
 class TileSizes(NamedTuple):

@@ -51,6 +51,7 @@ class SortBlocks(NamedTuple):
     STRIPS: tl.constexpr
     RESIDENT: tl.constexpr  # shared memory holds the codes of all parents
     FIRST_ORDER: tl.constexpr  # values inside leaves follow their keys
+    FACTOR: tl.constexpr  # on the logits of keys, includes log2(e)
 
 
 class Chunk(NamedTuple):
