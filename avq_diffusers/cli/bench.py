@@ -18,7 +18,7 @@ from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.images import dilation, first_steps, fit_request, measured_on, timed_image
 from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_sheet, sheet_path
-from avq_diffusers.cli.request import ImageRequest, ModelRequest
+from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.core import AVQSource, refinable_parents
 from avq_diffusers.hosts.verbs import (
@@ -55,14 +55,7 @@ class ChoiceResult(NamedTuple):
 
 
 def bench_model(
-    model: ModelRequest,
-    request: ImageRequest,
-    out: Path,
-    *,
-    thresholds: Sequence[float] | None,
-    numbers: Sequence[int] | None,
-    tolerances: Sequence[float] | None,
-    num_images: int,
+    model: ModelRequest, request: ImageRequest, out: Path, dial: Dial, *, num_images: int
 ) -> None:
     """Print a table, plot it to `out`, and write a sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device, model.dtype)
@@ -73,12 +66,12 @@ def bench_model(
         compile_model(pipe)
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
-        if tolerances is not None:
-            choices = tolerance_choices(pipe, source, tolerances, request)
-        elif numbers is not None or model.codebooks is not None:
-            choices = refined_choices(pipe, numbers)
+        if dial.tolerances is not None:
+            choices = tolerance_choices(pipe, source, dial.tolerances, request)
+        elif dial.numbers is not None or model.codebooks is not None:
+            choices = refined_choices(pipe, dial.numbers)
         else:
-            choices = threshold_choices(pipe, thresholds or USUAL_THRESHOLDS)
+            choices = threshold_choices(pipe, dial.thresholds or USUAL_THRESHOLDS)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
     print(LEGEND)

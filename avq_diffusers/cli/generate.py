@@ -16,7 +16,7 @@ from avq_diffusers.cli.images import (
 )
 from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_image, save_sheet, sheet_path
-from avq_diffusers.cli.request import ImageRequest, ModelRequest
+from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.report import Summary
 from avq_diffusers.hosts.verbs import (
@@ -36,16 +36,9 @@ SETTLING_STEPS = 4  # a route reads the columns of its first calls, then measure
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
-def generate_image(
-    model: ModelRequest,
-    request: ImageRequest,
-    out: Path,
-    *,
-    threshold: float | None,
-    num_refined: int | None,
-    tolerance: float | None,
-) -> None:
+def generate_image(model: ModelRequest, request: ImageRequest, out: Path, dial: Dial) -> None:
     """Write the AVQ image to `out` and a sheet beside it, and print what each layer ran."""
+    (tolerance,) = dial.tolerances or (None,)
     pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
@@ -56,9 +49,9 @@ def generate_image(
             apply_avq(pipe, source, tolerance=tolerance, **measured_on(pipe, request))
         for route in ("fastest", "always") if tolerance is None else ():
             apply_avq(pipe, source, route=route)
-            if threshold is not None:
+            for threshold in dial.thresholds or ():
                 set_threshold(pipe, threshold)
-            if num_refined is not None:
+            for num_refined in dial.numbers or ():
                 set_num_refined(pipe, num_refined)
             print("steps in which each layer finds the faster attention")
             first_steps(pipe, request, SETTLING_STEPS)

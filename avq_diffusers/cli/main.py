@@ -13,7 +13,7 @@ import typer
 
 from avq_diffusers.cli.hub import check_found, loading_codebooks
 from avq_diffusers.cli.output import check_image_path, sheet_path
-from avq_diffusers.cli.request import ImageRequest, ModelRequest, check_one_of
+from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
 from avq_diffusers.config import check_threshold, check_tolerance
 from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
@@ -186,16 +186,13 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    dial = {"--threshold": threshold, "--num-refined": num_refined, "--tolerance": tolerance}
-    check_one_of(dial)
+    dial = Dial(*(None if x is None else [x] for x in (threshold, num_refined, tolerance)))
     if threshold is not None:
         check_threshold(threshold, "--threshold")
     if tolerance is not None:
         check_tolerance("--tolerance", tolerance)
     chosen = ModelRequest.from_options(
-        *(model, codebooks, config, levels, exact, device),
-        refined=() if num_refined is None else [num_refined],
-        needs_own_codewords=threshold is not None or tolerance is not None,
+        *(model, codebooks, config, levels, exact, device, dial),
         dtype=dtype,
         is_compiled=compiled,
     )
@@ -206,12 +203,7 @@ def generate(
 
     from avq_diffusers.cli.generate import generate_image
 
-    generate_image(
-        *(chosen, request, out),
-        threshold=threshold,
-        num_refined=num_refined,
-        tolerance=tolerance,
-    )
+    generate_image(chosen, request, out, dial)
 
 
 @app.command()
@@ -266,15 +258,13 @@ def bench(
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     check_image_path(out, sheet_path(out))
-    dials = {"--threshold": threshold, "--num-refined": num_refined, "--tolerance": tolerance}
-    check_one_of(dials)
-    thresholds = None if threshold is None else thresholds_of("--threshold", threshold)
-    numbers = None if num_refined is None else numbers_of("--num-refined", num_refined)
-    tolerances = None if tolerance is None else tolerances_of("--tolerance", tolerance)
+    dial = Dial(
+        None if threshold is None else thresholds_of("--threshold", threshold),
+        None if num_refined is None else numbers_of("--num-refined", num_refined),
+        None if tolerance is None else tolerances_of("--tolerance", tolerance),
+    )
     chosen = ModelRequest.from_options(
-        *(model, codebooks, config, levels, exact, device),
-        refined=numbers or (),
-        needs_own_codewords=threshold is not None or tolerance is not None,
+        *(model, codebooks, config, levels, exact, device, dial),
         dtype=dtype,
         is_compiled=compiled,
     )
@@ -285,13 +275,7 @@ def bench(
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(
-        *(chosen, request, out),
-        thresholds=thresholds,
-        numbers=numbers,
-        tolerances=tolerances,
-        num_images=images,
-    )
+    bench_model(chosen, request, out, dial, num_images=images)
 
 
 @app.command("app")

@@ -1,10 +1,47 @@
 """What a command was asked for: a model with AVQ, and an image to generate."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.options import numbers_of
+
+
+@dataclass(frozen=True)
+class Dial:
+    """What a command sets; at most one of these is given, the others are None.
+
+    Attributes:
+        thresholds: thresholds of all layers.
+        numbers: numbers of refined parents.
+        tolerances: relative errors of the model's output.
+
+    Raises:
+        ValueError: more than one is given.
+    """
+
+    thresholds: Sequence[float] | None = None
+    numbers: Sequence[int] | None = None
+    tolerances: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        options = {
+            "--threshold": self.thresholds,
+            "--num-refined": self.numbers,
+            "--tolerance": self.tolerances,
+        }
+        given = [name for name, values in options.items() if values is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; drop one of them.")
+
+    @property
+    def needs_own_codewords(self) -> bool:
+        """Whether it sets thresholds, which codebooks do not have."""
+        return self.thresholds is not None or self.tolerances is not None
+
+
+NO_DIAL = Dial()
 
 
 @dataclass(frozen=True)
@@ -40,19 +77,15 @@ class ModelRequest:
         levels: str | None,
         exact: str | None,
         device: str | None,
-        *,
-        refined: Sequence[int] = (),
-        needs_own_codewords: bool = False,
-        dtype: str | None = None,
-        is_compiled: bool = False,
+        dial: Dial = NO_DIAL,
+        **others: Any,
     ) -> "ModelRequest":
         """Read a command's options.
 
         Args:
             model, codebooks, config, levels, exact, device: the options of these names.
-            refined: the numbers of parents that the command will refine.
-            needs_own_codewords: whether it will set thresholds, which codebooks do not have.
-            dtype, is_compiled: as in the class.
+            dial: what the command will set.
+            **others: further fields of the class.
 
         Raises:
             ValueError: an option has a bad value or contradicts another.
@@ -61,12 +94,13 @@ class ModelRequest:
             raise ValueError(
                 "--codebooks bring their own --config, --levels and --exact; drop one of them."
             )
-        if codebooks is not None and needs_own_codewords:
+        if codebooks is not None and dial.needs_own_codewords:
             raise ValueError(
                 "Thresholds and tolerances exclude --codebooks, whose dial is the number of "
                 "refined parents; drop one of them."
             )
         sizes = None if config is None else AVQConfig.parse(config)
+        refined = dial.numbers or ()
         if sizes is not None and not all(0 <= x <= sizes.most_refined for x in refined):
             raise ValueError(
                 f"{sizes} can refine 0 to {sizes.most_refined} parents, but got "
@@ -76,8 +110,7 @@ class ModelRequest:
             *(model, device, codebooks, sizes),
             None if levels is None else numbers_of("--levels", levels),
             () if exact is None else tuple(exact.split(",")),
-            dtype,
-            is_compiled,
+            **others,
         )
 
 
@@ -101,17 +134,3 @@ class ImageRequest:
         if self.scalecrafter:
             details.append("ScaleCrafter")
         return f"{self.prompt} ({', '.join(details)})"
-
-
-def check_one_of(options: Mapping[str, object]) -> None:
-    """Refuse options that exclude each other.
-
-    Args:
-        options: values by name; None if not given.
-
-    Raises:
-        ValueError: more than one is given.
-    """
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other; drop one of them.")

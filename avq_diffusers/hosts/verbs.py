@@ -17,7 +17,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import check_backend
-from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.core import (
@@ -137,11 +136,11 @@ def apply_avq(
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as in `avq_attention`.
         route: `"fastest"` runs exact attention where it is faster on this device at this number of
-            tokens, according to a table in the package, or a measurement at the first such call,
-            which takes at most about 3 s with a progress bar and is cached in the user's cache
-            folder. With a threshold, this depends on the columns that a layer shows in its first
-            call, which runs AVQ, and in some later ones. `"always"` runs AVQ. A number runs AVQ
-            from that many tokens on.
+            tokens, by a measurement at the first such call or when that is compiled, which takes at
+            most about 3 s with a progress bar and is cached in the user's cache folder. With a
+            threshold, this depends on the columns that a layer shows in its first call, which runs
+            AVQ, and in some later ones; in code compiled before, on 192. `"always"` runs AVQ. A
+            number runs AVQ from that many tokens on.
         **options: fields of `AVQConfig`, such as `levels=(0,)` or `threshold=1e-3`, which replace
             those of `source`. With a tolerance also further arguments of `measure_error`, such as
             `height=1024, width=1024`.
@@ -457,38 +456,6 @@ def states_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerSpec, LayerState
         kind = models_of(pipe)[0].host.kind
         raise ValueError(f"this {kind} has no AVQ layer; call apply_avq(pipe) first.")
     return states
-
-
-def gather_codebooks(
-    model: nn.Module,
-    config: AVQConfig,
-    codebooks: Mapping[str, Codebook] | None,
-    *,
-    projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
-    **facts: Any,
-) -> AVQCodebooks:
-    """Gather the codebooks of a model's layers, for `apply_avq`.
-
-    With `config.key_norm`, `AVQCodebooks.key_norm(name)` is the LayerNorm of a layer's keys.
-
-    Args:
-        model: the UNet or vision model that they are for.
-        config: sizes and levels.
-        codebooks: layer name -> `Codebook`, for every layer of `select_layers(model,
-            config.levels, config.exact)`; copied. None for own codewords, which need
-            `projection_changes`.
-        projection_changes: layer name -> what AVQ adds to a UNet layer's `to_q.weight`,
-            `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied to float32.
-        **facts: `base_model`, `calibration` and `training`, kept in `config.json`.
-
-    Raises:
-        TypeError: `model` has no layer for AVQ.
-        ValueError: names or shapes do not fit the model and `config`, an override matches none of
-            its layers, a tensor holds NaN or infinity, or own codewords come with stored codewords,
-            with a key norm or without projection changes.
-    """
-    layers = select_layers(model, config.levels, config.exact, config.overrides)
-    return AVQCodebooks.for_layers(layers, config, codebooks, projection_changes, **facts)
 
 
 def replace_attention(

@@ -129,6 +129,7 @@ def tolerance(
     Example: python -m eval vision tolerance --download --device cuda
     """
     from eval.quality.tolerance import tolerance_table
+    from eval.vision.profile_plot import plot_profile
     from eval.vision.tolerance import measure_tolerances
 
     limits = tolerances_of("--tolerances", tolerances)
@@ -146,7 +147,7 @@ def tolerance(
         profile=asdict(profile),
         rows=rows,
     )
-    profile.plot(path.with_suffix(".png"))
+    plot_profile(profile, path.with_suffix(".png"))
 
 
 @app.command()

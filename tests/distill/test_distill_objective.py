@@ -695,7 +695,7 @@ def test_export_is_the_student(config, full_spawning):
     config = replace(config, query_tile=16, levels=(0, 1))
     objective = perturb(make_objective(config, full_spawning=full_spawning))
     exported, unet = export(objective, config), three_level_unet()
-    unet.set_attn_processor(AVQProcessor(exported, unet))
+    unet.set_attn_processor(AVQProcessor(exported))
     batch = make_batch()
     batch |= {name: torch.cat([batch[name]] * 2, -1) for name in ("noisy_latents", "target")}
     got, expected = unet_output(unet, batch), unet_output(objective.student, batch)

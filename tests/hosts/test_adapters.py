@@ -7,12 +7,10 @@ import pytest
 import torch
 from checks import check_on_and_off, differ, kinds
 from diffusers import StableDiffusionPipeline
-from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from peft import get_peft_model_state_dict
 from tiny import LORA, draw, let_answer_calls_only, tiny_pipe, tiny_unet, tuned_codebooks
 
 from avq_diffusers import apply_avq, remove_avq
-from avq_diffusers.hosts.models.unet import AVQProcessor
 
 feature = pytest.mark.feature
 
@@ -139,21 +137,3 @@ class TestIPAdapter:
         pipe.unload_ip_adapter()
         assert torch.equal(draw(pipe), without_adapter)
         assert torch.equal(self.draw(remove_avq(self.load(pipe))), exact)
-
-    def test_one_instance_on_all_layers(self, pipe, codebooks):
-        """Catches tuple states and masks that AVQProcessor does not pass on, and an unloaded
-        adapter that goes on running, on text tokens, or comes back with removal."""
-        exact, without_adapter = draw(pipe), draw(apply_avq(pipe, codebooks))
-        remove_avq(pipe)
-        avq = self.draw(apply_avq(self.load(pipe), codebooks))
-        for unloaded in (False, True):
-            pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
-            assert torch.equal(self.draw(pipe), avq)
-            if not unloaded:
-                processors = remove_avq(pipe).unet.attn_processors.items()
-                assert {type(processor) for name, processor in processors if "attn2" in name} == {
-                    IPAdapterAttnProcessor2_0
-                }
-        pipe.unload_ip_adapter()
-        assert torch.equal(draw(pipe), without_adapter)
-        assert torch.equal(draw(remove_avq(pipe)), exact)

@@ -505,6 +505,27 @@ class TestThreshold:
         assert not reads
         torch._dynamo.reset()
 
+    @pytest.mark.parametrize("threshold", [math.inf, 1e-4])
+    def test_compiled_before_the_first_call(self, trials, threshold):
+        """Catches AVQ in every layer, a graph break, and the times of eager calls, which the
+        compiler slows down."""
+        unet, names = small_unet(), []
+        measure = routing.measure
+
+        def noted(of, *call):
+            names.extend(of)
+            return measure(of, *call)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routing, "measure", noted)
+            exact = predict(unet, batch=2)
+            apply_avq(unet, self.CONFIG.changed(threshold=threshold))
+            compiled = torch.compile(unet, backend="eager", fullgraph=True)
+            torch.testing.assert_close(predict(compiled, batch=2), exact)
+        assert {*trials} == {("M4P4C2", 192)}  # the usual columns
+        assert {*names} == {"compiled"}
+        torch._dynamo.reset()
+
     def test_the_columns_that_stand_for_others(self):
         """Catches fewer columns than a layer needs, many more, and one measurement for each."""
         own, flat = Spec(), Spec(num_children=0)

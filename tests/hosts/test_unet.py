@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from checks import kinds, runs
 from diffusers import UNet2DModel, VQModel
-from diffusers.models.attention_processor import AttnProcessor2_0, CustomDiffusionAttnProcessor
+from diffusers.models.attention_processor import AttnProcessor2_0
 from tiny import (
     CONFIG,
     draw,
@@ -210,56 +210,6 @@ class TestHandingOver:
         assert kinds(unet) == {reason}
 
 
-class TestOneInstanceOnAllLayers:
-    """`unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))`."""
-
-    def test_equals_apply(self, unet, codebooks):
-        """Catches an instance that runs AVQ where there is no codebook, and one that stays."""
-        exact, before = predict(unet), unet.attn_processors
-        default = predict(apply_avq(unet, levels=(0, 1)))
-        unet.set_attn_processor(AVQProcessor(unet=unet))
-        assert torch.equal(predict(unet), default)
-        expected = predict(apply_avq(unet, codebooks))
-        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
-        assert len(set(unet.attn_processors.values())) == 1
-        assert torch.equal(predict(unet), expected)
-        assert kinds(unet) == {"AVQ"}
-        # Not kept as the processor to hand over to.
-        apply_avq(unet, codebooks)
-        changed = {name for name, p in unet.attn_processors.items() if p is not before[name]}
-        assert changed == {f"{name}.processor" for name in codebooks.layer_specs}
-        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
-        assert torch.equal(predict(remove_avq(unet)), exact)
-        assert unet.attn_processors == before
-
-    def test_module_processors_stay_registered(self, unet, codebooks):
-        """Catches an nn.Module processor that `unet.to()` no longer reaches."""
-        processor = CustomDiffusionAttnProcessor(True, hidden_size=32, cross_attention_dim=32)
-        unet.get_submodule(CROSS).set_processor(processor)
-        before = list(unet.state_dict())
-        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
-        unet.to(torch.bfloat16)
-        assert processor.to_k_custom_diffusion.weight.dtype == torch.bfloat16
-        remove_avq(unet)
-        assert list(unet.state_dict()) == before
-
-    @pytest.mark.parametrize("has_codebooks", [True, False])
-    def test_replaced_before_the_first_call(self, unet, codebooks, has_codebooks):
-        """Catches a processor of ours kept as the one to hand over to, which then calls itself."""
-        expected = predict(unet)
-        wanted = predict(apply_avq(copy.deepcopy(unet), codebooks))
-        for follow, output in (
-            (lambda: apply_avq(unet, codebooks), wanted),
-            (lambda: unet.set_attn_processor(AVQProcessor(codebooks, unet=unet)), wanted),
-            (lambda: remove_avq(unet), expected),
-        ):
-            unet.set_attn_processor(AVQProcessor(codebooks if has_codebooks else None))
-            follow()
-            assert torch.equal(predict(unet), output)
-            with avq_disabled(unet):
-                assert torch.equal(predict(unet), expected)
-
-
 TINY = {"num_parents": 4, "num_children": 2, "num_refined": 2, "query_tile": 16}
 
 
@@ -340,13 +290,28 @@ class TestSetOnAStockUNet:
         unet.set_attn_processor(AVQProcessor(codebooks))
         assert torch.equal(predict(unet), expected)
 
+    @pytest.mark.parametrize("has_codebooks", [True, False])
+    def test_replaced_before_the_first_call(self, unet, codebooks, has_codebooks):
+        """Catches a processor of ours kept as the one to hand over to, which then calls itself."""
+        expected = predict(unet)
+        wanted = predict(apply_avq(copy.deepcopy(unet), codebooks))
+        for follow, output in (
+            (lambda: apply_avq(unet, codebooks), wanted),
+            (lambda: unet.set_attn_processor(AVQProcessor(codebooks)), wanted),
+            (lambda: remove_avq(unet), expected),
+        ):
+            unet.set_attn_processor(AVQProcessor(codebooks if has_codebooks else None))
+            follow()
+            assert torch.equal(predict(unet), output)
+            with avq_disabled(unet):
+                assert torch.equal(predict(unet), expected)
+
     def test_over_earlier_avq(self, unet):
         """Catches an earlier configuration that stays, on a UNet prepared in any way."""
         source = AVQConfig(levels=(0, 1), **TINY)
         expected = predict(apply_avq(copy.deepcopy(unet), source, route="always"))
         for prepare in (
             lambda: apply_avq(unet, "M8P4C2"),
-            lambda: unet.set_attn_processor(AVQProcessor("M8P4C2", unet)),
             lambda: predict(unet) if unet.set_attn_processor(AVQProcessor("M8P4C2")) else None,
         ):
             prepare()
@@ -465,12 +430,10 @@ def test_vae_attention_is_refused():
     ],
 )
 def test_refused(unet, source, arguments, error, message):
-    """By both doors; an earlier AVQ stays."""
+    """An earlier AVQ stays."""
     apply_avq(unet, AVQConfig.parse("M4P2C2"))
-    for call in (lambda: apply_avq(unet, source, **arguments),
-                 lambda: AVQProcessor(source, unet, **arguments)):  # fmt: skip
-        with pytest.raises(error, match=re.escape(message)):
-            call()
+    with pytest.raises(error, match=re.escape(message)):
+        apply_avq(unet, source, **arguments)
     assert {row.config for row in summary(unet).rows} == {"M4P2C2", ""}
 
 
@@ -482,9 +445,8 @@ def test_refused(unet, source, arguments, error, message):
 def test_no_spatial_transformers(make):
     unet = make()
     said = f"spatial transformers, but this {type(unet).__name__} has none."
-    for verb in (apply_avq, lambda unet: AVQProcessor(unet=unet)):
-        with pytest.raises(ValueError, match=said):
-            verb(unet)
+    with pytest.raises(ValueError, match=said):
+        apply_avq(unet)
     with pytest.raises(ValueError, match="at level 0, and none that AVQ serves"):
         select_layers(unet, (0,))
     assert not summary(remove_avq(unet)).rows
@@ -504,5 +466,3 @@ def test_no_unet(thing):
     for verb in (apply_avq, remove_avq, summary):
         with pytest.raises(TypeError, match="expected a pipeline with a unet or a transformer, or"):
             verb(thing)
-    with pytest.raises(TypeError, match="expected a UNet, but got Linear"):
-        AVQProcessor(unet=torch.nn.Linear(2, 2))

@@ -37,6 +37,7 @@ from avq_diffusers.hosts.codebooks.stored import (
     located,
 )
 from avq_diffusers.hosts.core import LayerSpec, LayerWeights, check_specs
+from avq_diffusers.hosts.models import select_layers
 
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 # `DiffusionPipeline.from_pretrained` passes these to each of its models.
@@ -122,35 +123,6 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                 for spec in self.layer_specs.values()
             }
         )
-
-    @classmethod
-    @torch.no_grad()
-    def for_layers(
-        cls,
-        layers: Sequence[LayerSpec],
-        config: AVQConfig,
-        codebooks: Mapping[str, Codebook] | None,
-        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
-        **facts: Any,
-    ) -> "AVQCodebooks":
-        """`gather_codebooks` for the chosen layers of a model."""
-        if codebooks is not None:
-            check_names("codebooks", codebooks, [layer.name for layer in layers])
-        # By keyword: diffusers' `from_config` drops positional arguments.
-        built = cls(
-            avq=asdict(config),
-            layers=[layer.stored for layer in layers],
-            tuned=projection_changes is not None,
-            own_codewords=codebooks is None,
-            **facts,
-        )
-        for name, codebook in (codebooks or {}).items():
-            _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
-        if projection_changes is not None:
-            check_names("projection_changes", projection_changes, built.layer_specs)
-            for name, tensors in projection_changes.items():
-                _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
-        return built
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
@@ -318,6 +290,55 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             ValueError: names or shapes differ.
         """
         check_specs("codebooks", self.layer_specs, layers, "its codebook has")
+
+
+@torch.no_grad()
+def gather_codebooks(
+    model: nn.Module,
+    config: AVQConfig,
+    codebooks: Mapping[str, Codebook] | None,
+    *,
+    projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
+    **facts: Any,
+) -> AVQCodebooks:
+    """Gather the codebooks of a model's layers, for `apply_avq`.
+
+    With `config.key_norm`, `AVQCodebooks.key_norm(name)` is the LayerNorm of a layer's keys.
+
+    Args:
+        model: the UNet or vision model that they are for.
+        config: sizes and levels.
+        codebooks: layer name -> `Codebook`, for every layer of `select_layers(model,
+            config.levels, config.exact)`; copied. None for own codewords, which need
+            `projection_changes`.
+        projection_changes: layer name -> what AVQ adds to a UNet layer's `to_q.weight`,
+            `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied to float32.
+        **facts: `base_model`, `calibration` and `training`, kept in `config.json`.
+
+    Raises:
+        TypeError: `model` has no layer for AVQ.
+        ValueError: names or shapes do not fit the model and `config`, an override matches none of
+            its layers, a tensor holds NaN or infinity, or own codewords come with stored codewords,
+            with a key norm or without projection changes.
+    """
+    layers = select_layers(model, config.levels, config.exact, config.overrides)
+    if codebooks is not None:
+        check_names("codebooks", codebooks, [layer.name for layer in layers])
+    # By keyword: diffusers' `from_config` drops positional arguments.
+    built = AVQCodebooks(
+        avq=asdict(config),
+        layers=[layer.stored for layer in layers],
+        tuned=projection_changes is not None,
+        own_codewords=codebooks is None,
+        **facts,
+    )
+    for name, codebook in (codebooks or {}).items():
+        _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
+    if projection_changes is not None:
+        check_names("projection_changes", projection_changes, built.layer_specs)
+        for name, tensors in projection_changes.items():
+            _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
+    return built
 
 
 def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

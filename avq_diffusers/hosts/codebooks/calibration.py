@@ -24,7 +24,7 @@ from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import AVQConfig, Spec, check_int
-from avq_diffusers.hosts.codebooks.avq_codebooks import AVQCodebooks
+from avq_diffusers.hosts.codebooks.avq_codebooks import AVQCodebooks, gather_codebooks
 from avq_diffusers.hosts.core import (
     EXACT,
     LayerSpec,
@@ -123,8 +123,8 @@ def calibrate(
         )
         codebooks[layer.name] = codebook
         report[layer.name] = sample.report(codebook, layer_config)
-    return AVQCodebooks.for_layers(
-        [*states],
+    return gather_codebooks(
+        hosted.model,
         config,
         codebooks,
         base_model=_model_name(pipe),

@@ -19,7 +19,6 @@ from avq_diffusers.hosts.core.layers import (
     ATTRIBUTE,
     Layer,
     LayerSpec,
-    Replaced,
     check_specs,
     chosen_layers,
     default_config,

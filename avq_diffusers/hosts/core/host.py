@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core.checkpointing import keep_calls
-from avq_diffusers.hosts.core.layers import Layer, Replaced, default_config
+from avq_diffusers.hosts.core.layers import Layer, default_config
 from avq_diffusers.hosts.core.ranks import Ranks
 from avq_diffusers.hosts.core.state import LayerState, Tokens
 from avq_diffusers.hosts.core.timesteps import TIMESTEP, TimestepArgument, Timesteps
@@ -39,14 +39,12 @@ class Host(ABC):
 
     Attributes:
         kind: the kind of model, in words.
-        usual_batch: assumed images per call before the first one.
         takes_codebooks: whether layers may have stored codewords and changed projections.
         is_of_diffusers: whether diffusers' attention backends apply to its models.
         has_prompts: whether a pipeline runs the model on prompts; else it takes `pixel_values`.
     """
 
     kind: str
-    usual_batch = 2  # one image with classifier-free guidance
     takes_codebooks = False
     is_of_diffusers = True
     has_prompts = True
@@ -92,12 +90,11 @@ class Host(ABC):
         """Replace the attention of a layer that carries `state`."""
 
     @abstractmethod
-    def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
+    def restore(self, attn: Any, own: LayerState) -> None:
         """Put `own.previous` back, unless something else has replaced AVQ since."""
 
-    def reinstate(self, attn: Any, own: Replaced, ours: Any) -> None:
+    def reinstate(self, attn: Any, own: LayerState, ours: Any) -> None:
         """Undo `restore`; `ours` is what `attention_of` returned before it."""
-        assert isinstance(own, LayerState)
         self.give_avq(attn, own)
 
     def tidy(self, model: nn.Module) -> None:  # noqa: B027 (most kinds have no processors)

@@ -120,9 +120,6 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
         device, dtype = weight.device, weight.dtype
         if device.type != "meta":  # where accelerate's offload keeps weights between calls
             state.weights.move_to(device, dtype)
-            # In case the model is compiled before its first call.
-            workload = state.workload(host.usual_batch, dtype, device, state.config.spec)
-            state.route.learn(workload, device)
     others = Others(host, [*states])
     for caller, layers in by_caller.items():
         hooks = vars(caller)[ATTRIBUTE] = Hooks(host.watch(layers, others))
@@ -133,7 +130,7 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
 def _carried(hosted: Hosted) -> list[_Carried]:
     carried = []
     for module in hosted.model.modules():
-        own = vars(module).get(ATTRIBUTE) or module._modules.get(ATTRIBUTE)
+        own = vars(module).get(ATTRIBUTE)
         if own is not None:
             ours = None if isinstance(own, Hooks) else hosted.host.attention_of(module)
             carried.append(_Carried(module, own, ours))
@@ -144,17 +141,17 @@ def _take_off(hosted: Hosted) -> None:
     host = hosted.host
     for module in hosted.model.modules():
         forget_calls(module)
-        own = vars(module).pop(ATTRIBUTE, None) or module._modules.pop(ATTRIBUTE, None)
+        own = vars(module).pop(ATTRIBUTE, None)
         if isinstance(own, Hooks):
             own.detach()
         elif own is not None:
-            host.restore(module, own, hosted.model)
+            host.restore(module, own)
     host.tidy(hosted.model)
 
 
 def _put_back(hosted: Hosted, carried: Sequence[_Carried]) -> None:
     for module, own, ours in carried:
-        setattr(module, ATTRIBUTE, own)
+        vars(module)[ATTRIBUTE] = own
         if not isinstance(own, Hooks):
             hosted.host.reinstate(module, own, ours)
     for module, own, _ in carried:  # after all layers: hooks look up the layers' states

@@ -42,17 +42,6 @@ class LayerSpec:
         return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
 
 
-class Replaced:
-    """Keeps the attention that AVQ replaced in a module.
-
-    Attributes:
-        previous: the processor, backend or config that was there.
-    """
-
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
-
-
 @dataclass(frozen=True)
 class Layer(LayerSpec):
     """A self-attention layer of a model, with its modules.
@@ -72,8 +61,7 @@ class Layer(LayerSpec):
     @property
     def avq_state(self) -> Any:
         """The layer's `LayerState`; None without AVQ."""
-        own = getattr(self.attn, ATTRIBUTE, None)
-        return own if isinstance(own, Replaced) and type(own) is not Replaced else None
+        return vars(self.attn).get(ATTRIBUTE)
 
 
 AnyLayer = TypeVar("AnyLayer", bound=LayerSpec)

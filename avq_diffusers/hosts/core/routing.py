@@ -205,6 +205,13 @@ class LayerRoute:
             known[device, workload] = found
         return found
 
+    def learn_compiled(self, workload: Workload, device: torch.device, trial: Trial) -> None:
+        """`learn` for code that is being compiled, from a thread that is not."""
+        learned = self.break_even.get((device, workload), NOTHING_KNOWN)
+        if device.type in MEASURED and "compiled" in learned.unknown(trial.num_tokens):
+            found = break_even(workload, device, trial, ["compiled"])
+            self.break_even[device, workload] = found
+
 
 def is_recorded(device: torch.device) -> bool:
     """Whether a CUDA graph, a trace or a mode, such as a counter's, records what runs now."""
@@ -244,10 +251,20 @@ def known_break_even(workload: Workload, device: torch.device) -> BreakEven | No
     return None if found is None else BreakEven(**found)
 
 
-def break_even(workload: Workload, device: torch.device, trial: Trial) -> BreakEven:
-    """The break-even of a workload, measured if unknown for the trial's number of tokens."""
+def break_even(
+    workload: Workload,
+    device: torch.device,
+    trial: Trial,
+    names: Sequence[str] = ("eager", "compiled"),
+) -> BreakEven:
+    """The break-even of a workload, measured if unknown for the trial's number of tokens.
+
+    Args:
+        workload, device, trial: what is measured.
+        names: the code that is measured.
+    """
     known = known_break_even(workload, device) or NOTHING_KNOWN
-    unknown = known.unknown(trial.num_tokens)
+    unknown = [name for name in known.unknown(trial.num_tokens) if name in names]
     if not unknown:
         return known
     found = known.learned(trial.num_tokens, measure(unknown, workload.dtype, device, trial))

@@ -21,7 +21,7 @@ from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
 from avq_diffusers.hosts.core.columns import Needed, with_columns
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
-from avq_diffusers.hosts.core.layers import LayerSpec, Replaced
+from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.core.ranks import Joined, Ranks, joined_order
 from avq_diffusers.hosts.core.routing import (
     NEVER_FASTER,
@@ -127,7 +127,7 @@ class _ThreadLocal(threading.local):
         return _ThreadLocal, ()
 
 
-class LayerState(Replaced):
+class LayerState:
     """The AVQ of one layer.
 
     Args:
@@ -163,7 +163,7 @@ class LayerState(Replaced):
         backend: str,
         route: str | int,
     ) -> None:
-        super().__init__(None)
+        self.previous: Any = None
         self.config = config
         self.weights = weights
         self.route = LayerRoute(route)
@@ -210,9 +210,7 @@ class LayerState(Replaced):
             exact_because = exact_because or grid
         else:
             # A tensor, not (h, w): torch.compile would guard each block on the two integers.
-            *frames, height, width = grid
-            order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
-            self.last_order = order
+            self.last_order = order = self._order(grid, device)
             # All tokens of a packed sequence (`REST`) are one tensor, whose shards are in order.
             if ranks is not None and ranks.has_shards and num_beside > 0:
                 sizes = num_beside, prod(grid)
@@ -239,6 +237,10 @@ class LayerState(Replaced):
             if torch.compiler.is_compiling() and ranks is None:
                 self._measure_while_tracing(call, tokens)
             self.call.set(call._replace(break_even=self._break_even(call, hidden_states)))
+
+    def _order(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
+        *frames, height, width = grid
+        return query_order(height, width, self.config.query_order, device, frames=prod(frames))
 
     def enter_without_grid(self, exact_because: str) -> None:
         """Begin a call whose grid is unknown, or not yet known."""
@@ -370,13 +372,12 @@ class LayerState(Replaced):
         """Measure in a new thread: compilers run this while they trace with fake tensors."""
 
         def learn() -> None:
-            *frames, height, width = grid
-            order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
-            spec = self.spec.get() or self.config.spec
+            spec, order = self.spec.get() or self.config.spec, self._order(grid, device)
             call = Call(order, spec, None, NO_BACKWARD, num_beside, beside_first)
             workload = self.workload(batch, dtype, device, spec)
-            if workload.columns < order.shape[0]:
-                self.route.learn(workload, device, self._trial(call, workload, batch))
+            trial = self._trial(call, workload, batch)
+            if trial is not None and workload.columns < trial.num_tokens:
+                self.route.learn_compiled(workload, device, trial)
 
         with ThreadPoolExecutor(max_workers=1) as worker:
             worker.submit(learn).result()

@@ -48,7 +48,6 @@ from avq_diffusers.hosts.core import (
     Others,
     PerThread,
     Ranks,
-    Replaced,
     TimestepArgument,
     Tokens,
     Watch,
@@ -381,7 +380,7 @@ class DispatchHost(Host):
             register(AVQ_BACKEND, supports_context_parallel=True)(_avq_attention)
         attn.processor._attention_backend = AVQ_BACKEND
 
-    def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
+    def restore(self, attn: Any, own: LayerState) -> None:
         processor, is_dispatched, backend, is_own = own.previous
         if not is_dispatched or processor._attention_backend is not AVQ_BACKEND:
             return

@@ -20,7 +20,6 @@ from avq_diffusers.hosts.core import (
     LayerState,
     Other,
     Others,
-    Replaced,
     Tokens,
     Watch,
     as_attended,
@@ -137,7 +136,7 @@ class JointHost(Host):
         if type(attn.processor) is JointAttnProcessor2_0:
             attn.set_processor(_PROCESSOR)
 
-    def restore(self, attn: Attention, own: Replaced, model: nn.Module) -> None:
+    def restore(self, attn: Attention, own: LayerState) -> None:
         if isinstance(attn.processor, AVQJointProcessor):
             attn.set_processor(own.previous)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import ModelMixin, Transformer2DModel, UNet2DConditionModel
+from diffusers import ModelMixin, Transformer2DModel
 from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 from diffusers.models.attention_processor import (
     Attention,
@@ -49,7 +49,6 @@ from avq_diffusers.hosts.core import (
     LayerState,
     Other,
     Others,
-    Replaced,
     Tokens,
     Watch,
     all_or_nothing,
@@ -81,7 +80,6 @@ SCALING_PROCESSORS = (
     *(CustomDiffusionAttnProcessor, CustomDiffusionXFormersAttnProcessor),
 )
 SPATIAL_TRANSFORMERS = (Transformer2DModel, TransformerSpatioTemporalModel)
-OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # Other tools replace these to act on every layer's attention.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
 FOR_UNETS = (
@@ -100,26 +98,13 @@ class Previous(NamedTuple):
     """The processor of a layer before AVQ, which serves the calls that AVQ does not.
 
     Attributes:
-        optional: the `OPTIONAL_ARGUMENTS` that it takes.
+        takes_temb: whether it takes the embedding of the timestep.
         is_plain: whether its self-attention is exact attention.
     """
 
     processor: AttentionProcessor
-    optional: tuple[str, ...]
+    takes_temb: bool
     is_plain: bool
-
-
-class ReplacedModule(nn.Module):
-    """`Replaced` for a processor with weights, which stays part of the model.
-
-    Attributes:
-        previous: what was there.
-    """
-
-    def __init__(self, previous: Previous) -> None:
-        super().__init__()
-        self.processor = previous.processor
-        self.previous = previous
 
 
 class AVQProcessor(AttnProcessor2_0):
@@ -136,9 +121,6 @@ class AVQProcessor(AttnProcessor2_0):
     Args:
         source: `AVQCodebooks`, or an `AVQConfig` or its string, such as `"M64C8T1e-4"`, which is
             the default, for codewords from the keys of each call.
-        unet: prepare this UNet now, keeping its processors for the calls that AVQ does not serve.
-            IP-Adapter's scale setter then no longer finds its own processors; `apply_avq` leaves
-            them in place.
         backend, route: as in `apply_avq`.
         **config_fields: fields of `AVQConfig`, such as `threshold=1e-3`. The levels are 0 and 1
             unless `levels` or an `AVQConfig` names others.
@@ -152,7 +134,6 @@ class AVQProcessor(AttnProcessor2_0):
     def __init__(
         self,
         source: AVQSource | str | None = None,
-        unet: UNet2DConditionModel | None = None,
         *,
         backend: str = "auto",
         route: str | int = "fastest",
@@ -167,24 +148,8 @@ class AVQProcessor(AttnProcessor2_0):
         self.config_fields = config_fields
         self.backend = backend
         self.route = route
-        self.is_prepared = unet is not None
-        if unet is None:
-            _await_call(self)
-            return
-        model = UNET.find(unet)
-        if model is None:
-            raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
-        UNET.refuse(model)
-        hosted = Hosted(UNET, model, model, "")
-        states = self.make_states(UNET.layers(model))
-        with all_or_nothing([hosted]):
-            install({hosted: states})
-            for attn in (x for x in model.modules() if isinstance(x, Attention)):
-                if isinstance(attn.processor, nn.Module):
-                    vars(attn).pop(ATTRIBUTE, None)
-                    attn._avq = ReplacedModule(_previous(attn.processor))
-                else:
-                    vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+        self.is_prepared = False
+        _await_call(self)
 
     def source_for(self, layers: Sequence[Layer]) -> AVQSource:
         """Codebooks, or the configuration for a UNet with these layers."""
@@ -210,8 +175,6 @@ class AVQProcessor(AttnProcessor2_0):
         encoder_hidden_states: Tensor | tuple[Tensor, ...] | None = None,
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
-        ip_adapter_masks: Tensor | list[Tensor] | None = None,
-        ip_hidden_states: list[Tensor] | None = None,
     ) -> Tensor:
         """Attend within hidden_states (B, N, channels); the output has the same shape.
 
@@ -219,37 +182,28 @@ class AVQProcessor(AttnProcessor2_0):
             TypeError: this processor was set on the attention of a transformer.
             RuntimeError: no UNet was prepared for this processor.
         """
-        own: Replaced | None = getattr(attn, ATTRIBUTE, None)
-        is_prepared = own is not None and isinstance(own.previous, Previous)
+        call = hidden_states, encoder_hidden_states, attention_mask
+        state: LayerState | None = getattr(attn, ATTRIBUTE, None)
+        is_prepared = state is not None and isinstance(state.previous, Previous)
         is_plain = encoder_hidden_states is None or getattr(attn, "is_cross_attention", False)
         if not (is_prepared or (is_plain and isinstance(attn, Attention))):
             raise TypeError(FOR_UNETS)
-        if isinstance(own, LayerState) and own.previous.is_plain:
-            reason = _exact_because(own, attn, hidden_states, encoder_hidden_states, attention_mask)
-            own.count(reason or AVQ_CALL)
+        if state is None:
+            if not self.is_prepared:
+                raise RuntimeError(UNPREPARED)
+            return super().__call__(attn, *call, temb)  # put back after AVQ was removed
+        if state.previous.is_plain:
+            reason = _exact_because(state, attn, *call)
+            state.count(reason or AVQ_CALL)
             if reason is None:
-                return _attend(attn, own, hidden_states)
-        if own is None and not self.is_prepared:
-            raise RuntimeError(UNPREPARED)
-        # Tools put a processor back after AVQ was removed, or after they removed an IP-Adapter.
-        if own is None or (
-            isinstance(own.previous.processor, IP_ADAPTERS)
-            and isinstance(encoder_hidden_states, Tensor)
-        ):
-            return super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, temb
-            )
-        optional = {
-            "temb": temb,
-            "ip_adapter_masks": ip_adapter_masks,
-            "ip_hidden_states": ip_hidden_states,
-        }
-        return own.previous.processor(
+                return _attend(attn, state, hidden_states)
+        optional = {"temb": temb} if state.previous.takes_temb else {}
+        return state.previous.processor(
             attn,
             hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             attention_mask=attention_mask,
-            **{name: optional[name] for name in own.previous.optional},
+            **optional,
         )
 
 
@@ -362,14 +316,11 @@ class UNetHost(Host):
         if _is_plain(attn.processor):
             attn.set_processor(_PROCESSOR)
 
-    def restore(self, attn: Attention, own: Replaced, model: nn.Module) -> None:
-        """A processor of an unloaded IP-Adapter is replaced by diffusers' default."""
+    def restore(self, attn: Attention, own: LayerState) -> None:
         if isinstance(attn.processor, AVQProcessor):
-            is_unloaded = getattr(model, "encoder_hid_proj", None) is None
-            is_lost = is_unloaded and isinstance(own.previous.processor, IP_ADAPTERS)
-            attn.set_processor(AttnProcessor2_0() if is_lost else own.previous.processor)
+            attn.set_processor(own.previous.processor)
 
-    def reinstate(self, attn: Attention, own: Replaced, ours: Previous) -> None:
+    def reinstate(self, attn: Attention, own: LayerState, ours: Previous) -> None:
         attn.set_processor(ours.processor)
 
     def tidy(self, model: nn.Module) -> None:
@@ -380,10 +331,10 @@ class UNetHost(Host):
     def other_attention(self, layer: Layer) -> Other | None:
         processor = layer.attn.processor
         if isinstance(processor, AVQProcessor):
-            own = getattr(layer.attn, ATTRIBUTE, None)
-            if own is None or own.previous.is_plain:
+            state = layer.avq_state
+            if state is None or state.previous.is_plain:
                 return None
-            processor = own.previous.processor
+            processor = state.previous.processor
         return Other(type(processor).__name__, _is_plain(processor))
 
     def interception(self, state: LayerState, attn: Attention) -> str | None:
@@ -502,9 +453,8 @@ _stop_waiting()
 
 
 def _previous(processor: AttentionProcessor) -> Previous:
-    accepted = inspect.signature(processor.__call__).parameters
-    optional = tuple(name for name in OPTIONAL_ARGUMENTS if name in accepted)
-    return Previous(processor, optional, _is_plain(processor))
+    takes_temb = "temb" in inspect.signature(processor.__call__).parameters
+    return Previous(processor, takes_temb, _is_plain(processor))
 
 
 def _is_plain(processor: AttentionProcessor) -> bool:

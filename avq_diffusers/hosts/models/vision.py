@@ -30,7 +30,6 @@ from avq_diffusers.hosts.core import (
     LayerState,
     Other,
     Others,
-    Replaced,
     Tokens,
     Watch,
     own_name,
@@ -158,7 +157,6 @@ class VisionHost(Host):
     """
 
     kind = "vision model"
-    usual_batch = 1
     takes_codebooks = True
     is_of_diffusers = False
     has_prompts = False
@@ -208,7 +206,7 @@ class VisionHost(Host):
         attn.config = copy.copy(state.previous)
         attn.config._attn_implementation_internal = NAME
 
-    def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
+    def restore(self, attn: Any, own: LayerState) -> None:
         attn.config = own.previous
 
     def other_attention(self, layer: Layer) -> Other | None:
