@@ -1,1 +1,1 @@
-"""Training: distillation of AVQ codebooks, and the pretraining of the embedded mini-sd model."""
+"""Training: distillation of AVQ codebooks, the pretraining of the embedded models, their scenes."""

@@ -1,40 +1,6 @@
-"""mini-sd and mini-sd3, the embedded models: where their weights are, and the scenes they learned.
-
-Training and evaluation draw scene seeds from disjoint ranges.
-"""
+"""mini-sd and mini-sd3, the embedded models: where their weights are, and prompts for them."""
 
 from pathlib import Path
-
-from avq_diffusers.mini.coco import write_coco
-from avq_diffusers.mini.copies import copy_agreement, corrupt
-from avq_diffusers.mini.layout import IMAGE_SIZE
-from avq_diffusers.mini.rendering import render
-from avq_diffusers.mini.sampling import sample_scene
-from avq_diffusers.mini.scenes import VOCABULARY, Scene
-
-__all__ = [
-    "CALIBRATION_PROMPTS",
-    "IMAGE_SIZE",
-    "MINI_CODEBOOKS",
-    "MINI_GUIDANCE_SCALE",
-    "MINI_SD",
-    "MINI_SD3",
-    "SCORER_SEEDS",
-    "TEST_SEEDS",
-    "TRAINING_SEEDS",
-    "VALIDATION_SEEDS",
-    "VOCABULARY",
-    "Scene",
-    "copy_agreement",
-    "corrupt",
-    "default_prompts",
-    "is_mini_sd3",
-    "model_path",
-    "render",
-    "sample_scene",
-    "usual_prompts",
-    "write_coco",
-]
 
 MINI_SD = str(Path(__file__).parent / "mini-sd")
 MINI_SD3 = str(Path(__file__).parent / "mini-sd3")
@@ -42,11 +8,22 @@ MINI_SD3 = str(Path(__file__).parent / "mini-sd3")
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
 MINI_GUIDANCE_SCALE = 3.0
 
-TRAINING_SEEDS = range(0, 10_000_000)  # VAE and UNet
-SCORER_SEEDS = range(10_000_000, 20_000_000)
-VALIDATION_SEEDS = range(20_000_000, 30_000_000)  # losses and sample grids during training
-TEST_SEEDS = range(30_000_000, 40_000_000)  # published results
+IMAGE_SIZE = 256  # of the images that mini-sd learned
 
+# Captions of scenes, for mini-sd and mini-sd3.
+MINI_PROMPTS = (
+    "two small brown plain crosses left of four small red striped stars on a tiled beige "
+    "background",
+    "four large brown patterned hearts in the corners on a mirrored gray background",
+    "three large blue patterned arrows around the center on a mirrored pink background",
+    "two medium yellow striped arrows in a row at the top on a tiled gray background",
+    "two medium blue patterned diamonds above one medium red patterned triangle on a tiled forest "
+    "background",
+    "four small yellow striped moons in the corners on a mirrored navy background",
+    "three medium yellow patterned squares left of two medium teal patterned drops on a mirrored "
+    "gray background",
+    "one medium red patterned hexagon at the bottom right on a tiled lavender background",
+)
 CALIBRATION_PROMPTS = (
     "a photo of a mountain lake at sunrise, pine trees in the foreground",
     "portrait of an old fisherman, dramatic light, detailed skin",
@@ -70,8 +47,8 @@ def is_mini_sd3(folder: str | Path) -> bool:
 
 
 def default_prompts(count: int = 8) -> list[str]:
-    """Return captions of `count` validation scenes, as prompts for a first try."""
-    return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:count]]
+    """Return at most eight prompts for a first try of mini-sd or mini-sd3."""
+    return list(MINI_PROMPTS[:count])
 
 
 def usual_prompts(model: str) -> list[str]:

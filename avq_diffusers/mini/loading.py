@@ -15,7 +15,12 @@ from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusion3Pipeline
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD, MINI_SD3, is_mini_sd3
+from avq_diffusers.mini import (
+    MINI_GUIDANCE_SCALE,
+    MINI_SD,
+    MINI_SD3,
+    is_mini_sd3,
+)
 
 
 def load_mini_sd3(

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from avq_diffusers.mini import TRAINING_SEEDS
 from distill.config_file import (
     Config,
     Count,
@@ -16,6 +15,7 @@ from distill.config_file import (
     Values,
     Weight,
 )
+from distill.scenes import TRAINING_SEEDS
 
 LIMIT = len(TRAINING_SEEDS)  # the scorer's range is as long
 Scenes = Annotated[int, Values(lambda x: 1 <= x <= LIMIT, f"at least 1 and at most {LIMIT}")]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from avq_diffusers.mini import corrupt, render, sample_scene
 from distill.data.stream import keep_inherited_objects
+from distill.scenes import corrupt, render, sample_scene
 
 BATCH = 128
 

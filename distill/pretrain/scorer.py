@@ -12,12 +12,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from avq_diffusers.mini import SCORER_SEEDS
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import save_scorer
 from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import encode, scene_tokenizer, text_sizes
+from distill.scenes import SCORER_SEEDS
 
 
 def build_scorer(config: ScorerConfig, tokenizer: CLIPTokenizer) -> CLIPModel:

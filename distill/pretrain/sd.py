@@ -10,12 +10,12 @@ from diffusers.training_utils import compute_snr
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from avq_diffusers.mini import TRAINING_SEEDS
 from distill.pretrain.config import LatentConfig, SDConfig
 from distill.pretrain.data import render_batches, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
 from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import encode, scene_tokenizer, text_sizes
+from distill.scenes import TRAINING_SEEDS
 
 NOISE_CELLS = (1, 2, 4, 8)  # cells per side of the grids of `layered_noise`
 

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from avq_diffusers.mini import VOCABULARY
+from distill.scenes import VOCABULARY
 
 CONTEXT_LENGTH = 77
 END_OF_WORD = "</w>"

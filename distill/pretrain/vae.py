@@ -7,11 +7,11 @@ from accelerate import Accelerator
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
 from distill.pretrain.config import VAEConfig
 from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import MAX_SHARD_SIZE
 from distill.pretrain.loop import Batch
+from distill.scenes import TRAINING_SEEDS, VALIDATION_SEEDS
 
 BATCH = 64  # images per batch in evaluation
 

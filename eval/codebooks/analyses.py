@@ -22,7 +22,7 @@ from typing import Any
 
 from diffusers import StableDiffusionPipeline
 
-from avq_diffusers.mini import Scene
+from distill.scenes import Scene
 from eval.codebooks.layer_errors import Row, measure_errors
 from eval.methods.avq import codewords_form
 from eval.methods.prepared import Method

@@ -51,7 +51,7 @@ from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import RESOLUTIONS, Spec
 from avq_diffusers.hosts import AttentionFunction, Layer
-from avq_diffusers.mini import Scene, render
+from distill.scenes import Scene, render
 from eval.keys.calls import mean_columns
 from eval.methods.avq import codewords_form
 from eval.methods.prepared import Method, attention_method

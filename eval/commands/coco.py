@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.mini import TEST_SEEDS, usual_prompts, write_coco
+from avq_diffusers.mini import usual_prompts
 from avq_diffusers.options import Dilated, device_of, finite, multiple_of, numbers_of, read_prompts
+from distill.scenes import TEST_SEEDS, write_coco
 from eval.commands.options import (
     Compiled,
     Device,

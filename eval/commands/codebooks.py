@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.mini import TEST_SEEDS, Scene, sample_scene
 from avq_diffusers.options import Dilated, numbers_of
+from distill.scenes import TEST_SEEDS, Scene, sample_scene
 from eval.commands.options import (
     Device,
     Images,

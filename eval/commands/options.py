@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avq_diffusers.mini import VALIDATION_SEEDS, is_mini_sd3, model_path, sample_scene
+from avq_diffusers.mini import is_mini_sd3, model_path
 from avq_diffusers.options import device_of, dtype_name, folder_to_write, multiple_of
+from distill.scenes import VALIDATION_SEEDS, sample_scene
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

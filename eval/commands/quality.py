@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from avq_diffusers.files import sha256
-from avq_diffusers.mini import IMAGE_SIZE, TEST_SEEDS, sample_scene
 from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
+from distill.scenes import IMAGE_SIZE, TEST_SEEDS, sample_scene
 from eval.commands.options import (
     AnyModel,
     Compiled,

@@ -10,7 +10,7 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 from transformers import CLIPModel, CLIPTokenizer
 
 from avq_diffusers.images import psnr as psnr_of_image
-from avq_diffusers.mini import Scene, copy_agreement
+from distill.scenes import Scene, copy_agreement
 
 SCORER_IMAGE_SIZE = 256
 SCORER_BATCH = 256

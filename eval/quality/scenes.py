@@ -13,7 +13,7 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
-from avq_diffusers.mini import Scene, corrupt, render
+from distill.scenes import Scene, corrupt, render
 from eval.methods.prepared import Method, attention_method, calibrated, load_methods
 from eval.methods.registry import EXACT
 from eval.quality.compare import psnr_metrics

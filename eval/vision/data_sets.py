@@ -21,9 +21,15 @@ from PIL import Image
 from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
-from avq_diffusers.mini import TEST_SEEDS, TRAINING_SEEDS, Scene, render, sample_scene
-from avq_diffusers.mini.layout import IMAGE_SIZE
-from avq_diffusers.mini.shapes import SHAPES, SIZES, shape_mask
+from distill.scenes import (
+    TEST_SEEDS,
+    TRAINING_SEEDS,
+    Scene,
+    render,
+    sample_scene,
+)
+from distill.scenes.layout import IMAGE_SIZE
+from distill.scenes.shapes import SHAPES, SIZES, shape_mask
 from eval.keys.photographs import PHOTOGRAPHS, read_photograph
 
 TASKS = ("segmentation", "classification")

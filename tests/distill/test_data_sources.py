@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from toy_data import CAPTIONS, NAMES, SCENES, SIZE, make_stream, pictures, source
 
-from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill.data.images import crop, linfusion
 from distill.data.sources import open_samples
+from distill.scenes import TRAINING_SEEDS, render, sample_scene
 
 pytestmark = pytest.mark.usefixtures("no_traces")
 

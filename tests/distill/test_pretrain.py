@@ -19,14 +19,7 @@ from transformers import CLIPModel, CLIPTokenizer
 from typer.testing import CliRunner
 
 from avq_diffusers.files import read_log
-from avq_diffusers.mini import (
-    TEST_SEEDS,
-    VOCABULARY,
-    corrupt,
-    default_prompts,
-    render,
-    sample_scene,
-)
+from avq_diffusers.mini import default_prompts
 from avq_diffusers.mini.loading import load_mini_sd3, shared_parts
 from distill.config_file import load_config
 from distill.log import log_path
@@ -40,6 +33,13 @@ from distill.pretrain.sd import build_text_encoder, drop_captions, layered_noise
 from distill.pretrain.sd3 import SD3Model, build_transformer, encode_text, noise_levels
 from distill.pretrain.tokenizer import encode, learn_merges, scene_tokenizer
 from distill.pretrain.vae import latent_statistics, normalize_latents
+from distill.scenes import (
+    TEST_SEEDS,
+    VOCABULARY,
+    corrupt,
+    render,
+    sample_scene,
+)
 from eval.store.report import SCORER
 
 COMMON = {

@@ -10,7 +10,7 @@ from PIL import Image
 from tiny import CONFIG, draw, random_codebooks, three_level_pipe, three_level_unet
 
 from avq_diffusers import AVQConfig, select_layers
-from avq_diffusers.mini import TEST_SEEDS, sample_scene
+from distill.scenes import TEST_SEEDS, sample_scene
 from eval.codebooks import analyses, layer_errors
 from eval.methods.prepared import Method, attention_method
 from eval.store import plots

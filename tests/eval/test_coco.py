@@ -18,7 +18,7 @@ from processes import FORKED
 from tiny import random_codebooks, three_level_pipe, three_level_unet
 
 from avq_diffusers.files import locked
-from avq_diffusers.mini import TEST_SEEDS, sample_scene
+from distill.scenes import TEST_SEEDS, sample_scene
 from eval.quality import captions, coco, coco_score
 from eval.quality.frechet import fit_gaussian, frechet_distance
 from eval.quality.generation import Sampling, generate_batch

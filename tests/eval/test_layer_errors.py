@@ -22,7 +22,7 @@ from avq_diffusers.attention.diagnostics import (
     refined_parents,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
+from distill.scenes import TEST_SEEDS, render, sample_scene
 from eval.codebooks import layer_errors
 from eval.methods.prepared import Method, attention_method
 from eval.methods.registry import EXACT, NO_ATTENTION

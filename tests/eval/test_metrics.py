@@ -7,7 +7,14 @@ import pytest
 import torch
 from tiny import three_level_pipe
 
-from avq_diffusers.mini import MINI_SD, TEST_SEEDS, copy_agreement, corrupt, render, sample_scene
+from avq_diffusers.mini import MINI_SD
+from distill.scenes import (
+    TEST_SEEDS,
+    copy_agreement,
+    corrupt,
+    render,
+    sample_scene,
+)
 from eval.quality import compare, metrics
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, generate

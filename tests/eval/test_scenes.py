@@ -12,7 +12,7 @@ from eval_helpers import SETTINGS_2X, failed_command, run_command, scenes_run, s
 from tiny import random_codebooks, small_unet, three_level_pipe, tiny_pipe
 
 from avq_diffusers.extras.scalecrafter.settings import SD15_1024
-from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
+from distill.scenes import TEST_SEEDS, render, sample_scene
 from eval.methods.registry import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scenes
 from eval.quality.generation import Sampling, dilation, dilation_facts, generate

@@ -12,7 +12,7 @@ from tiny_training import TINY_RUN
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import sha256
-from avq_diffusers.mini import write_coco
+from distill.scenes import write_coco
 from eval.methods.base import UNET_STEP
 from eval.methods.registry import check_place
 from eval.quality import coco_download, sd15

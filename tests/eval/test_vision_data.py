@@ -5,8 +5,8 @@ import pytest
 from eval_helpers import failed_command, run_command
 from PIL import Image
 
-from avq_diffusers.mini import sample_scene
-from avq_diffusers.mini.shapes import SHAPES
+from distill.scenes import sample_scene
+from distill.scenes.shapes import SHAPES
 from eval.vision import data_sets
 from eval.vision.data_sets import LABELS, compose_over_photograph, majority_shape, write_data_set
 

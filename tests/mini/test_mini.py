@@ -28,17 +28,19 @@ from avq_diffusers.mini import (
     MINI_CODEBOOKS,
     MINI_SD,
     MINI_SD3,
+    default_prompts,
+    model_path,
+)
+from avq_diffusers.mini.loading import load_mini_sd3
+from distill.scenes import (
     SCORER_SEEDS,
     TEST_SEEDS,
     TRAINING_SEEDS,
     VALIDATION_SEEDS,
     VOCABULARY,
-    default_prompts,
-    model_path,
     render,
     sample_scene,
 )
-from avq_diffusers.mini.loading import load_mini_sd3
 from eval.quality.metrics import Scorer, psnr
 from eval.store.report import SCORER
 
@@ -228,8 +230,8 @@ def test_seed_ranges_are_disjoint():
 
 
 def test_default_prompts_are_validation_captions():
-    prompts = default_prompts(3)
-    assert prompts == [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:3]]
+    prompts = default_prompts()
+    assert prompts == [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:8]]
     assert set(" ".join(prompts).split()) <= set(VOCABULARY)
 
 

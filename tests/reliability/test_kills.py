@@ -23,7 +23,7 @@ from tiny import tiny_pipe
 from tiny_training import RUN_CONFIG, TINY_RUN
 
 from avq_diffusers.cli.main import main
-from avq_diffusers.mini import TEST_SEEDS, write_coco
+from distill.scenes import TEST_SEEDS, write_coco
 
 pytestmark = pytest.mark.long
 

@@ -5,8 +5,8 @@ from functools import cache
 
 import numpy as np
 
-from avq_diffusers.mini.layout import IMAGE_SIZE, Box
-from avq_diffusers.mini.scenes import (
+from distill.scenes.layout import IMAGE_SIZE, Box
+from distill.scenes.scenes import (
     BACKGROUND_COLORS,
     MOTIF_SHAPE,
     OBJECT_COLORS,
@@ -15,7 +15,7 @@ from avq_diffusers.mini.scenes import (
     Group,
     Scene,
 )
-from avq_diffusers.mini.shapes import SIZES, shape_mask, texture_weights
+from distill.scenes.shapes import SIZES, shape_mask, texture_weights
 
 PERIOD = 60
 MIRROR_AXIS = 130

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from avq_diffusers.mini.layout import IMAGE_SIZE
-from avq_diffusers.mini.rendering import (
+from distill.scenes.layout import IMAGE_SIZE
+from distill.scenes.rendering import (
     MIRROR_AXIS,
     PERIOD,
     background_grid,
@@ -16,9 +16,9 @@ from avq_diffusers.mini.rendering import (
     crop,
     scaled,
 )
-from avq_diffusers.mini.sampling import sample_motif
-from avq_diffusers.mini.scenes import CELLS_SHAPE, Scene
-from avq_diffusers.mini.shapes import SIZES, shape_inside
+from distill.scenes.sampling import sample_motif
+from distill.scenes.scenes import CELLS_SHAPE, Scene
+from distill.scenes.shapes import SIZES, shape_inside
 
 # Variation in grey levels that counts as noise, not structure.
 _NOISE_LEVEL = 2.0

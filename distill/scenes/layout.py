@@ -4,9 +4,8 @@ import math
 from functools import cache
 from itertools import combinations, product
 
-from avq_diffusers.mini.shapes import SIZES
-
-IMAGE_SIZE = 256
+from avq_diffusers.mini import IMAGE_SIZE
+from distill.scenes.shapes import SIZES
 
 Box = tuple[int, int, int]
 Members = tuple[tuple[int, str], ...]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from avq_diffusers.mini import (
+from distill.scenes import (
     IMAGE_SIZE,
     VOCABULARY,
     Scene,
@@ -23,7 +23,7 @@ from avq_diffusers.mini import (
     sample_scene,
     write_coco,
 )
-from avq_diffusers.mini.scenes import Background, Group
+from distill.scenes.scenes import Background, Group
 
 MOTIF = tuple(tuple((i * i + 3 * j + i * j) % 5 % 2 for j in range(6)) for i in range(6))
 TILE = tuple(tuple((i * i + 3 * j + i * j) % 7 % 2 for j in range(5)) for i in range(5))

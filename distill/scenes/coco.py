@@ -9,10 +9,10 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.images import image_files
-from avq_diffusers.mini.layout import IMAGE_SIZE
-from avq_diffusers.mini.rendering import render
-from avq_diffusers.mini.sampling import sample_scene
-from avq_diffusers.mini.scenes import Scene
+from distill.scenes.layout import IMAGE_SIZE
+from distill.scenes.rendering import render
+from distill.scenes.sampling import sample_scene
+from distill.scenes.scenes import Scene
 
 
 def write_coco(

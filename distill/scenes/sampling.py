@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from avq_diffusers.mini.layout import MANY_PLACEMENTS, RELATIONS, SINGLE_PLACEMENTS, fitting_members
-from avq_diffusers.mini.rendering import BACKGROUND_TONES, OBJECT_TONES
-from avq_diffusers.mini.scenes import (
+from distill.scenes.layout import MANY_PLACEMENTS, RELATIONS, SINGLE_PLACEMENTS, fitting_members
+from distill.scenes.rendering import BACKGROUND_TONES, OBJECT_TONES
+from distill.scenes.scenes import (
     BACKGROUND_COLORS,
     CELLS_SHAPE,
     MOTIF_SHAPE,
@@ -17,7 +17,7 @@ from avq_diffusers.mini.scenes import (
     Group,
     Scene,
 )
-from avq_diffusers.mini.shapes import SHAPES, SIZES, shape_mask
+from distill.scenes.shapes import SHAPES, SIZES, shape_mask
 
 # Most images must contain copies of their own parts.
 _PATTERNED_SHARE = 0.6

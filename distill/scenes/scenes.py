@@ -14,8 +14,8 @@ so a UNet's coarser attention cannot copy them token by token.
 
 from dataclasses import dataclass
 
-from avq_diffusers.mini.layout import PLACEMENTS, Box, Members, layout
-from avq_diffusers.mini.shapes import SHAPES, SIZES
+from distill.scenes.layout import PLACEMENTS, Box, Members, layout
+from distill.scenes.shapes import SHAPES, SIZES
 
 COUNTS = ("one", "two", "three", "four", "five")
 TEXTURES = ("plain", "striped", "dotted", "checkered", "patterned")
