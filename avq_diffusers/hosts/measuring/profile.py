@@ -112,6 +112,8 @@ class ErrorProfile:
         parts: parts of the denoising, by the training timestep at which they begin.
         thresholds: the measured ones, ascending.
         unit: unit of times: `"ms"` on a GPU; elsewhere `"GFLOP"`, from the columns.
+        margin: how far below a tolerance predicted errors stay, as a divisor: other examples than
+            the measured ones have larger errors.
 
     Raises:
         ValueError: there is no layer, two layers share a name, parts differ between layers, a
@@ -123,6 +125,7 @@ class ErrorProfile:
     parts: Mapping[int, Part] = field(repr=False)
     thresholds: tuple[float, ...]
     unit: str = MILLISECONDS
+    margin: float = 1.0
 
     def __post_init__(self) -> None:
         rows = [part.rows for one in self.layers for part in one.parts.values()]
@@ -144,6 +147,7 @@ class ErrorProfile:
             (all(x.shape == (3, len(ascending)) for x in rows), "a number for each threshold"),
             (all(0 <= x < _LARGEST for x in numbers), "finite numbers that are not negative"),
             (all(0 < x < _LARGEST for x in of_parts), "shares and corrections above 0"),
+            (1 <= self.margin < _LARGEST, "a margin of at least 1"),
         ):
             if not holds:
                 raise ValueError(f"an error profile must have {rule}.")
@@ -163,7 +167,8 @@ class ErrorProfile:
         choices = choices_of(self.thresholds)
         for start, part in self.parts.items():
             effects, _, times = self._table(start, choices)
-            chosen[start] = allocate(times, effects**2, (tolerance / part.correction) ** 2)
+            limit = tolerance / (self.margin * part.correction)
+            chosen[start] = allocate(times, effects**2, limit**2)
         return self._allocation(choices, chosen, tolerance)
 
     def config_within(self, tolerance: float) -> AVQConfig:
