@@ -186,7 +186,11 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    dial = Dial(*(None if x is None else [x] for x in (threshold, num_refined, tolerance)))
+    dial = Dial(
+        None if threshold is None else [threshold],
+        None if num_refined is None else [num_refined],
+        None if tolerance is None else [tolerance],
+    )
     if threshold is not None:
         check_threshold(threshold, "--threshold")
     if tolerance is not None:

@@ -273,7 +273,7 @@ def _attend(
     if mask is None or not torch.compiler.is_compiling():
         output = joint_attention(state.attend, query, key, value, grid, scale, groups)
     else:
-        heads = (x.transpose(1, 2) for x in (query, key, value))
+        heads = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         output = _masked(state, Tensors.of(*heads, scale=scale), mask, grid)
     return output if joined is None else output[:, joined.tokens]
 

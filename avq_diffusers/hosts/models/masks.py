@@ -102,10 +102,12 @@ def masked_attention(*arguments: Any) -> Tensor:
     """
     *call, mask, start, stop, exact_backend, backend = arguments
     tensors, spec = call_of(call)
+    order = tensors.key_order
+    assert order is not None
     query, key, value = (x.transpose(1, 2) for x in (tensors.query, tensors.key, tensors.value))
 
     def attend_grid(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
-        of_call = orders(tensors.key_order, query, key, text_first=start > 0)
+        of_call = orders(order, query, key, text_first=start > 0)
         return attend(Tensors.of(query, key, value, **others, **of_call), spec, backend).output
 
     grid = slice(start, stop)
