@@ -114,7 +114,7 @@ class TestMeasure:
         arguments = {**SIZE, "num_inference_steps": 2}
         prompts = [PROMPT, "a dog"]
         profile = measure_error(pipe, prompts, CONFIG, **arguments, parts=2)
-        raw = replace(profile, parts={x: Part(0.5) for x in profile.parts})
+        raw = replace(profile, parts={x: Part(0.5) for x in profile.parts}, margin=1.0)
         plan = raw.within(measurement.CHECKED)
         assert plan.error > 0
         errors = []
