@@ -49,7 +49,6 @@ class ExactRuns:
 
     Attributes:
         ranks: the ranks that run the model together; None if it runs in one process.
-        num_examples: prompts or images.
         position: where they are.
         numbers: the calls so far, by part of the denoising.
     """
@@ -74,8 +73,6 @@ class ExactRuns:
         self.host = self.models[0].host
         self.ranks = self.models[0].ranks
         self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
-        has_prompts = self.host.has_prompts  # else batches
-        self.num_examples = len(self.examples) if has_prompts else sum(map(len, self.examples))
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         check_int("num_inference_steps", num_inference_steps, 1, NUM_TRAIN_TIMESTEPS)
         check_int("parts", 1 if parts is None else parts, 1, NUM_TRAIN_TIMESTEPS)
@@ -98,7 +95,7 @@ class ExactRuns:
                     "would disturb; measure before enable_cache."
                 )
         # Denoising steps of a run, of which each calls the model once or more often.
-        self.num_steps = num_inference_steps if has_prompts else 1
+        self.num_steps = num_inference_steps if self.host.has_prompts else 1
         self.num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
         bounds = sorted({self.num_steps * part // self.parts for part in range(self.parts + 1)})
         self.steps_of_parts = [range(*pair) for pair in pairwise(bounds)]
