@@ -131,8 +131,8 @@ def apply_avq(
             and 1 of a UNet and in all layers of other models.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
             exact attention's: above 0 and at most 0.5, such as 0.02 for 2 %.
-        prompt: one or more prompts to measure on; needs a pipeline. With several, the tolerance also
-            holds on most other prompts.
+        prompt: one or more prompts to measure on; needs a pipeline. With several, the tolerance
+            also holds on most other prompts.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as in `avq_attention`.
         route: `"fastest"` runs exact attention where it is faster on this device at this number of

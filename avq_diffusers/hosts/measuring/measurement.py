@@ -50,8 +50,8 @@ def measure_error(
     The error is |model(AVQ) - model(exact)| / |model(exact)|, where the output is the predicted
     noise or velocity, or a vision model's first output: in each part of the denoising the root mean
     square over the calls, all alike. A call runs exact and is repeated with AVQ. The profile holds
-    for the image size that was measured. Predicted errors stay 2.25 times below a tolerance, so that
-    it also holds on most other prompts; measure on several. The model is left unchanged.
+    for the image size that was measured. Predicted errors stay 2.25 times below a tolerance, so
+    that it also holds on most other prompts; measure on several. The model is left unchanged.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
