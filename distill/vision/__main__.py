@@ -87,25 +87,6 @@ def compare_command(
         compare(values, attentions.split(","), folder, steps=steps, rate=rate, seeds=compared)
 
 
-@app.command("analyse")
-def analyse_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run of train with AVQ.")],
-    images: Annotated[int, typer.Option(min=1, help="Validation images, except for scores.")] = 16,
-    refined: Annotated[str, typer.Option(help="Refined parents.")] = "4,8,12,16,24,32",
-    tiles: Annotated[str, typer.Option(help="Lengths of query tiles.")] = "32,64,128",
-) -> None:
-    """Elastic inference, query orders, capture per head, tiled importance.
-
-    `python -m eval vision analyses RUN/analyses.json` shows them.
-    """
-    with exit_on(*ERRORS, code=2):
-        from distill.vision.analyses import analyse
-
-        numbers = numbers_of("--refined", refined), numbers_of("--tiles", tiles)
-        analyse(run, num_images=images, refined=numbers[0], tiles=numbers[1])
-    print(run / "analyses.json")
-
-
 if __name__ == "__main__":
     restore_threads()
     hide_torchvision_notes()

@@ -21,15 +21,14 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Tensors
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
-from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
 from eval.keys.calls import mean_columns
 from eval.methods.avq import config_label, method_name
-from eval.methods.registry import CUDNN, FA2, method_label, parse_method
+from eval.methods.registry import parse_method
 
 Row = dict[str, Any]
 
 DEFAULT_SDPA = "default SDPA"
-FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+FORCED = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 # Far above the effect of fp16 and of near-ties between parents, far below that of another method.
 TOLERANCE = 0.05
 CHECKED_QUERIES = 64
@@ -97,11 +96,11 @@ class Bench:
 
         def forced(name: str, index: int) -> Tensor:
             if not self.cuda:
-                raise RuntimeError(f"{method_label(name)} needs a CUDA device")
+                raise RuntimeError(f"{name} needs a CUDA device")
             with sdpa_kernel(FORCED[name]):
                 return default(index)
 
-        runs = {method_label(name): partial(forced, name) for name in FORCED}
+        runs = {name: partial(forced, name) for name in FORCED}
         return [
             Contender(name, run, expected) for name, run in ({DEFAULT_SDPA: default} | runs).items()
         ]
@@ -169,32 +168,6 @@ class Bench:
             method_name(stored) + suffix if stored else None,
             has_stages=not num_sinks and config.num_refined is not None,
         )
-
-    def unfused(self, inputs: Inputs, name: str) -> list[Contender]:
-        """Compiled precompute in PyTorch, attention with our kernel (paper, Tab. speed_scaling).
-
-        Without CUDA, nothing is compiled and SDPA attends.
-        """
-        fused, config = self.avq(inputs, name), parse_method(name, (0,)).config
-        codebook = inputs.codebook(config)
-        codewords = codebook.parents.to(self.dtype)
-        bias = -0.5 * codewords.float().square().sum(-1)[:, None]
-        facts: Row = {"effective_codewords": config.columns}
-        precompute, attend = unfused_precompute, partial(flat_sdpa, codebook)
-        if self.cuda:
-            precompute = torch.compile(unfused_precompute, dynamic=False)
-            attend = flat_kernel(config, codebook, self.dtype)
-        else:
-            facts["note"] = "precompute not compiled; attention by SDPA"
-
-        def run(one_hot: bool, index: int) -> Tensor:
-            query, key, value = inputs.even[index]
-            return attend(query, *precompute(key, value, codewords, bias, one_hot=one_hot))
-
-        return [
-            Contender(f"unfused {fused.name} ({way})", partial(run, one_hot), fused.expected, facts)
-            for way, one_hot in (("one-hot", True), ("scatter", False))
-        ]
 
     @torch.no_grad()
     def rows(self, contenders: Sequence[Contender], inputs: Inputs) -> list[Row]:

@@ -85,7 +85,7 @@ class Run:
 
 
 def run_distillation(
-    run: Run, cases: Sequence[tuple[int, int, str]], rounds: int, output: Path, *, command: str
+    run: Run, cases: Sequence[tuple[int, int, str]], rounds: int, output: Path
 ) -> None:
     """Time the steps, print a table, and write a JSON file after every run.
 
@@ -94,7 +94,6 @@ def run_distillation(
         cases: number of processes, images per GPU and step, and the student's attention.
         rounds: runs per case, in turns. The speed is the median over the windows of all runs.
         output: folder for the result.
-        command: command line to store.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with TemporaryDirectory() as scratch:
@@ -115,7 +114,6 @@ def run_distillation(
                 row |= found | {"samples_per_second": median(row["windows"])}
             save_json(
                 output / f"bench_distill_{device}.json",
-                command=command,
                 device=device,
                 config=run.config.name,
                 image_size=run.image_size,

@@ -19,7 +19,6 @@ from statistics import linear_regression
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row, backends
 from eval.benchmarks.parts import KERNEL_PARTS, Sizes, part_rows
 from eval.store.markdown import figure, markdown_table, number, rows_table
-from eval.store.plots import Line, Panel, panel_plot
 from eval.store.report import save_json
 
 # Field -> column title and format.
@@ -36,9 +35,7 @@ FIGURES = {
 }
 
 
-def run_part(
-    part: str, bench: Bench, sizes: Mapping[str, Sizes], path: Path, *, command: str
-) -> None:
+def run_part(part: str, bench: Bench, sizes: Mapping[str, Sizes], path: Path) -> None:
     """Time a part, print its table, and rewrite its JSON file after every size."""
     rows: list[Row] = []
     for name in KERNEL_PARTS.get(part, (part,)):
@@ -49,7 +46,6 @@ def run_part(
                 print(f"N = {row['tokens']}, {row['method']}: {number(row['ms'])} ms", flush=True)
             save_json(
                 path,
-                command=command,
                 device=bench.device,
                 backend=backends(bench.device)[0],
                 effort=asdict(bench.effort),
@@ -131,25 +127,3 @@ def _figures_table(rows: Sequence[Row]) -> str:
         if any(row.get(field) is not None for row in rows):
             columns[title] = figure(field, form)
     return rows_table(columns, rows)
-
-
-def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:
-    """Plot the fitted lines of the scaling part, or another part's times against N."""
-    panels: dict[tuple[str, str], list[Line]] = {}
-    if part == "scaling":
-        for line in slopes(rows):
-            xlabel = "effective codewords" if line["against"] == "codewords" else "tokens N"
-            slope = f", slope {line['slope']:.2f}" if "slope" in line else ""
-            lines = panels.setdefault((f"ms over {xlabel}", xlabel), [])
-            lines.append(Line(line["label"] + slope, line["x"], line["ms"]))
-    else:
-        times: dict[tuple[str, str], Row] = {}
-        for row in rows:
-            title = f"ms, B{row['batch']} H{row['heads']} D{row['head_dim']}, {row['dtype']}"
-            if row["ms"] is not None:
-                times.setdefault((title, row["method"]), {})[row["tokens"]] = row["ms"]
-        for (title, method), ms in times.items():
-            lines = panels.setdefault((title, "tokens N"), [])
-            lines.append(Line(method, list(ms), list(ms.values())))
-    drawn = [Panel(*key, lines, xscale="log", yscale="log") for key, lines in panels.items()]
-    panel_plot(path, [drawn])

@@ -98,7 +98,7 @@ class NetworkBench:
             apply_avq(self.network, codebooks, route="always")
         elif method.config is not None:
             levels = method.config.levels if self.model.is_unet else (0,)
-            apply_avq(self.network, method.config.changed(levels=levels), route=method.route)
+            apply_avq(self.network, method.config.changed(levels=levels), route="always")
         else:
             with self._attention(method):
                 yield {}

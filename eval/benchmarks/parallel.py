@@ -153,14 +153,13 @@ def measured(bench: NetworkBench, inputs: tuple[Tensor, ...]) -> tuple[dict[str,
     return row, output
 
 
-def run_parallel(names: list[str], device_type: str, output: Path, *, command: str) -> Path:
+def run_parallel(names: list[str], device_type: str, output: Path) -> Path:
     """Time blocks by one process and by all, and write the rows of the first process as it goes.
 
     Args:
         names: keys of `SIDES`.
         device_type: "cuda", or "cpu" for tiny stand-ins.
         output: folder of the results.
-        command: the command line, for the record.
 
     Returns:
         The file of the results.
@@ -203,7 +202,7 @@ def run_parallel(names: list[str], device_type: str, output: Path, *, command: s
                     }
                 rows.append(row)
                 if rank == 0:
-                    save_json(path, command=command, device=device, processes=size, rows=rows)
+                    save_json(path, device=device, processes=size, rows=rows)
                     print(", ".join(f"{key} {_short(x)}" for key, x in row.items()), flush=True)
         del bench, inputs, alone
     dist.barrier()

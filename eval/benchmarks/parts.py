@@ -28,7 +28,6 @@ class Part:
 
     Attributes:
         num_exact: how many kinds of exact attention run for comparison.
-        has_unfused: whether flat VQ also runs unfused.
         skews: whether keys are skewed; methods run in each of these ways.
         texts: numbers of text tokens, which are sinks; exact attention uses the last.
         in_order: whether queries are in Gilbert order.
@@ -38,7 +37,6 @@ class Part:
     """
 
     num_exact: int = 3
-    has_unfused: bool = False
     skews: Sequence[bool] = (False,)
     texts: Sequence[int] = (0,)
     in_order: bool = False
@@ -53,15 +51,13 @@ class Part:
             for is_skewed, num_sinks in product(self.skews, self.texts):
                 way = {"is_skewed": is_skewed, "num_sinks": num_sinks, "in_order": self.in_order}
                 found.append(bench.avq(inputs, method, **way))
-            if self.has_unfused and "P" not in method:
-                found += bench.unfused(inputs, method)
         if self.has_gradients or not self.is_checked:
             found = [replace(x, has_stages=False) for x in found]
         return found if self.is_checked else [replace(x, expected=None) for x in found]
 
 
 PARTS = {
-    "table": Part(has_unfused=True),  # the paper's Tab. speed_scaling
+    "table": Part(),  # the paper's Tab. speed_scaling
     "sd15": Part(skews=(False, True), in_order=True),
     "joint": Part(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
     "codewords": Part(num_exact=0),
@@ -119,7 +115,6 @@ def part_rows(bench: Bench, name: str, sizes: Mapping[str, Sizes]) -> Iterator[l
     bench = replace(bench, cuda_dtype=part.cuda_dtype or bench.cuda_dtype)
     is_single = part.has_gradients or not part.is_checked
     for shape in sizes[name].shapes:
-        torch.compiler.reset()  # the unfused baseline is compiled per size
         inputs = bench.inputs(shape, 1 if is_single else None)
         contenders = part.contenders(bench, methods, inputs)
         rows = gradient_rows if part.has_gradients else Bench.rows

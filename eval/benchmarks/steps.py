@@ -114,7 +114,6 @@ def run_steps(
     device: torch.device,
     path: Path,
     *,
-    command: str,
     window: float = 2.0,
     seconds: float | None = None,
 ) -> list[Row]:
@@ -124,7 +123,6 @@ def run_steps(
         cases: what to time, in this order.
         device: where.
         path: the JSON file.
-        command: the command line, for the file.
         window: seconds of steps per row; the second half counts.
         seconds: no row starts after this time.
     """
@@ -142,7 +140,7 @@ def run_steps(
         rows[case] = case._asdict() | row | {"seconds": perf_counter() - begin}
         found = with_ratios([*rows.values()])
         print(rows_table(COLUMNS, found[-1:]).splitlines()[-1], flush=True)
-        save_json(path, command=command, device=device, rows=found)
+        save_json(path, device=device, rows=found)
     return with_ratios([*rows.values()])
 
 

@@ -5,26 +5,18 @@ Over all images, timesteps and elements, with s the student's output and t the t
 feature_relative_mse  sum of (s - t)^2 / sum of t^2 of a layer's attn1, the student on its own input
 output_error          |s - t| / |t| of the predicted noise; `output_error_at` is per timestep
 
-For the student's keys, means over timesteps:
+For the student's keys, means over heads and timesteps:
 
-commitment_loss, quantization_error  distance to what represents the leaf
-active_ratio, perplexity             how many codewords are in use over all timesteps; for own
-                                     codewords per image
-evenness                             perplexity / codewords: 1 if all are used equally
-columns                              codewords and keys that a query attends to, mean over tiles
-
-For the student's attention in the first image over all timesteps, without a threshold:
-
-capture          share on keys of refined parents
-best_capture     the same if the parents with the most exact attention were refined
-overlap          share of refined parents that exact importance also refines
-
-Codeword metrics are per head; a layer's are means over its heads.
+quantization_error    squared distance to what represents the leaf, relative to the keys' variance
+active_ratio          share of codewords in use over all timesteps; for own codewords per image
+columns               codewords and keys that a query attends to, mean over tiles
+capture               share of attention on keys of refined parents, in the first image; without a
+                      threshold
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -39,25 +31,19 @@ from avq_diffusers import select_layers
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
-    attention_mass,
-    captured_share,
-    commitment_loss,
+    capture,
     leaf_counts,
-    perplexity,
     quantization_error,
-    refined_parents,
 )
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import RESOLUTIONS, Spec
-from avq_diffusers.hosts import AttentionFunction, Layer
+from avq_diffusers.hosts import Layer
 from distill.scenes import Scene, render
 from eval.keys.calls import mean_columns
-from eval.methods.avq import codewords_form
 from eval.methods.prepared import Method, attention_method
 from eval.methods.registry import row_label
 from eval.store.markdown import rows_table
-from eval.store.plots import Panel, lines
 
 Row = dict[str, Any]
 UNetInputs = tuple[Tensor, Tensor, Tensor]
@@ -72,31 +58,6 @@ METRICS = {
 Squares = tuple[float, float]  # sums of squared errors, and of squared expected values
 
 
-def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
-    """Repeat methods with two-level codewords, once per possible number of refined parents.
-
-    Methods without codewords, with flat codewords, a threshold or a fixed number stay unchanged.
-
-    Raises:
-        ValueError: codebooks allow none of the numbers.
-    """
-    expanded = []
-    for method in methods:
-        most = min((config.most_refined for config in method.layer_configs), default=0)
-        possible = [n for n in numbers if n <= most]
-        has_threshold = any(config.num_refined is None for config in method.layer_configs)
-        if most == 0 or has_threshold or method.num_refined is not None:
-            expanded.append(method)
-        elif not possible:
-            raise ValueError(
-                f"{method.name} refines at most {most} parents, but --refined asks for "
-                f"{', '.join(map(str, numbers))}."
-            )
-        else:
-            expanded += [replace(method, num_refined=n) for n in possible]
-    return expanded
-
-
 @torch.no_grad()
 def measure_errors(
     pipe: StableDiffusionPipeline,
@@ -106,11 +67,9 @@ def measure_errors(
     num_timesteps: int = 8,
     size: int | None = None,
 ) -> list[Row]:
-    """Measure one row per method; `layers` holds each layer's metrics, with those by head in
-    `heads`.
+    """Measure one row per method; `layers` holds each layer's metrics.
 
-    `is_flat` says whether the codewords are flat; None without codewords. All images of a timestep
-    run in one batch.
+    All images of a timestep run in one batch.
 
     Args:
         pipe: a pipeline without AVQ; its UNet is the teacher.
@@ -158,31 +117,6 @@ def errors_table(rows: Sequence[Row]) -> str:
     return rows_table(columns | {title: name for name, title in METRICS.items()}, rows, ".3g")
 
 
-def error_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Rows of panels: error against cost of codebooks, and elastic inference.
-
-    Errors against effective codewords, with a line per two-level codebook and one for flat ones;
-    then metrics of two-level codebooks against the number of refined parents.
-    """
-
-    def label(row: Row) -> str:
-        name = f"flat VQ{codewords_form(row['config'])}" if row["is_flat"] else row["method"]
-        return f"{name}, {row['origin']}"
-
-    rows = [row for row in rows if row["effective_codewords"] is not None]
-    two_level = [row for row in rows if not row["is_flat"]]
-    sizes, refined = "effective codewords, M0 + P C", "refined parents P"
-    cost, elastic_curves = [], []
-    for metric in ("output_error", "feature_relative_mse", "capture"):
-        yscale = "linear" if metric == "capture" else "log"
-        by_refined = lines(two_level, label, "num_refined", metric)
-        elastic_curves.append(Panel(METRICS[metric], refined, by_refined, yscale=yscale))
-        if metric != "capture":
-            by_size = lines(rows, label, "effective_codewords", metric)
-            cost.append(Panel(METRICS[metric], sizes, by_size, xscale="log", yscale="log"))
-    return [cost, elastic_curves]
-
-
 class _Totals:
     """Accumulates one method's row over the timesteps."""
 
@@ -205,8 +139,7 @@ class _Totals:
         for layer in layers:
             total = self.layers.setdefault(layer.name, _LayerTotals(layer, self.method))
             if self.method.layer_configs:
-                state = layer.avq_state
-                state.function = partial(total.attend, state.function or attend)
+                layer.avq_state.function = total.attend
         output, found = _run(pipe, inputs, layers)
         self.outputs[int(inputs[1][0])] = _squares(output, expected)
         for name, total in self.layers.items():
@@ -214,7 +147,6 @@ class _Totals:
 
     def row(self) -> Row:
         layers = {name: layer.figures() for name, layer in self.layers.items()}
-        configs = self.method.layer_configs
         figures, *_ = layers.values()
         facts = self.method.facts()
         if facts["effective_codewords"] is None and "columns" in figures:
@@ -222,13 +154,12 @@ class _Totals:
             facts["effective_codewords"] = columns
         return {
             **facts,
-            "is_flat": not any(config.num_children for config in configs) if configs else None,
             **dict.fromkeys(METRICS),
             "output_error": _relative_mse(self.outputs.values()) ** 0.5,
             **{
                 name: mean(of_layer[name] for of_layer in layers.values())
                 for name in figures
-                if name not in ("level", "heads")
+                if name != "level"
             },
             "output_error_at": {
                 str(timestep): _relative_mse([squares]) ** 0.5
@@ -243,16 +174,12 @@ class _LayerTotals:
 
     def __init__(self, layer: Layer, method: Method) -> None:
         self.level = layer.level
-        self.method = method
+        self.has_own_codewords = method.has_own_codewords
         self.features: list[Squares] = []
-        self.sizes: dict[str, int] = {}
-        self.steps: list[dict[str, Tensor]] = []
+        self.steps: list[dict[str, float]] = []
         self.counts: list[Tensor] = []  # keys per leaf, by image
-        self.columns: list[float] = []
 
-    def attend(
-        self, function: AttentionFunction, tensors: Tensors, spec: Spec, backend: str
-    ) -> Attended:
+    def attend(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Attend with the method, and record the metrics of its codewords."""
         query, key = tensors.query, tensors.key
         codebook = None
@@ -260,31 +187,15 @@ class _LayerTotals:
             codebook = Codebook(tensors.parents, tensors.children)
         known = {name: getattr(tensors, name) for name in ("query_order", "key_order", "scale")}
         known |= {name: x for name, x in asdict(spec).items() if name not in RESOLUTIONS}
-        self.sizes = {"num_parents": spec.num_parents, "num_codewords": spec.num_leaves}
         self.counts += [leaf_counts(image, codebook, **known) for image in key.split(1)]
-        metrics = {
-            "commitment_loss": commitment_loss(key, codebook, **known),
-            "quantization_error": quantization_error(key, codebook, **known),
-        }
-        if spec.num_refined is not None:
-            self.sizes["num_refined"] = spec.num_refined
-            choose = partial(
-                refined_parents, query[:1], key[:1], codebook, spec.num_refined, **known
-            )
-            mass = attention_mass(query[:1], key[:1], codebook, **known)
-            best = torch.zeros_like(mass, dtype=torch.bool)
-            best.scatter_(-1, mass.topk(spec.num_refined).indices, True)
-            refined = choose(importance_tile=self.method.importance_tile)
-            lost = (refined & ~choose()).sum(dim=(0, 2, 3))
-            metrics |= {
-                "capture": captured_share(mass, refined),
-                "best_capture": captured_share(mass, best),
-                "overlap": 1 - lost / refined.sum(dim=(0, 2, 3)).clamp(min=1),
-            }
-        self.steps.append(metrics)
-        attended = function(tensors, spec, backend)
+        attended = attend(tensors, spec, backend)
+        step = {"quantization_error": float(quantization_error(key, codebook, **known).mean())}
         if attended.shown is not None:
-            self.columns.append(mean_columns(attended))
+            step["columns"] = mean_columns(attended)
+        if spec.num_refined is not None:
+            first = query[:1], key[:1], codebook
+            step["capture"] = float(capture(*first, spec.num_refined, **known).mean())
+        self.steps.append(step)
         return attended
 
     def figures(self) -> dict[str, Any]:
@@ -292,20 +203,10 @@ class _LayerTotals:
         if not self.steps:
             return figures
         counts = torch.stack(self.counts)
-        if not self.method.has_own_codewords:
+        if not self.has_own_codewords:
             counts = counts.sum(dim=0, keepdim=True)
-        used = perplexity(counts).mean(dim=0)
-        heads = {
-            "active_ratio": active_ratio(counts).mean(dim=0),
-            "perplexity": used,
-            "evenness": used / self.sizes["num_codewords"],
-        }
-        for name in self.steps[0]:
-            heads[name] = torch.stack([step[name] for step in self.steps]).mean(dim=0)
-        means = {name: values.mean().item() for name, values in heads.items()}
-        by_head = {name: values.tolist() for name, values in heads.items()}
-        columns = {"columns": mean(self.columns)} if self.columns else {}
-        return figures | self.sizes | columns | means | {"heads": by_head}
+        means = {name: mean(step[name] for step in self.steps) for name in self.steps[0]}
+        return figures | {"active_ratio": float(active_ratio(counts).mean())} | means
 
 
 def _run(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.options import device_of, dtype_name, numbers_of
-from eval.commands.options import Device, Output, command_line
+from eval.commands.options import Device, Output
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
@@ -47,7 +47,6 @@ def bench_attention_command(
         bench,
         {"attention": Sizes(shapes, (config, f"{config}/own"))},
         output / f"bench_attention_{bench.device.type}.json",
-        command=command_line(),
     )
 
 
@@ -94,16 +93,12 @@ def _run_sized(part: str, name: str, device: str, output: Path) -> None:
     from eval.benchmarks.kernels import run_part
     from eval.benchmarks.parts import FULL, TINY
     from eval.benchmarks.timing import Effort
-    from eval.commands.stored import draw
 
     chosen = device_of(device)
     is_cuda = chosen.type == "cuda"
     effort = Effort() if is_cuda else Effort(rounds=2, block_ms=1.0, eager_rounds=2)
     path = output / f"{name}_{chosen.type}.json"
-    bench = Bench(chosen, effort)
-    run_part(part, bench, FULL if is_cuda else TINY, path, command=command_line())
-    if part != "gradients":
-        draw(path)
+    run_part(part, Bench(chosen, effort), FULL if is_cuda else TINY, path)
 
 
 @app.command("variants")
@@ -141,7 +136,7 @@ def bench_variants_command(
     cases = product(targets, [getattr(torch, dtype)], dims, methods.split(","), numbers)
     rows = variant_rows([Case(*case) for case in cases])
     path = output / f"bench_variants_{dtype}.json"
-    save_json(path, command=command_line(), device="cpu", rows=rows)
+    save_json(path, device="cpu", rows=rows)
     page = variants_page([read_result(x).document for x in sorted(output.glob("bench_variants_*"))])
     (output / "variants.md").write_text(page)
     print(page)
@@ -189,7 +184,7 @@ def bench_steps_command(
     cases = cases_of(models, runs.split(","), methods.split(","))
     chosen = device_of(device)
     path = output / f"bench_steps_{chosen.type}.json"
-    run_steps(cases, chosen, path, command=command_line(), window=window, seconds=seconds)
+    run_steps(cases, chosen, path, window=window, seconds=seconds)
 
 
 @app.command("parallel")
@@ -214,7 +209,7 @@ def bench_parallel_command(
         raise ValueError(f"--models must be some of {', '.join(SIDES)}, but got {unknown[0]!r}.")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, but got {device!r}.")
-    run_parallel(names, device, output, command=command_line())
+    run_parallel(names, device, output)
 
 
 @app.command("distill")
@@ -246,4 +241,4 @@ def bench_distill_command(
     numbers = numbers_of("--gpus", gpus), numbers_of("--batches", batches)
     cases = list(product(*numbers, attentions.split(",")))
     run = Run(config, model, size, overrides)
-    run_distillation(run, cases, rounds, output, command=command_line())
+    run_distillation(run, cases, rounds, output)

@@ -15,7 +15,6 @@ from eval.commands.options import (
     Levels,
     Model,
     Output,
-    command_line,
 )
 from eval.store.report import RESULTS, SCORER, save_json
 
@@ -88,7 +87,7 @@ def coco_generate_command(
             is_compiled=compiled,
         ),
     )
-    row.generate(device_of(device), command=command_line())
+    row.generate(device_of(device))
 
 
 @app.command("score")
@@ -149,7 +148,6 @@ def coco_score_command(
         remarks = [*dict.fromkeys(remarks)]
         save_json(
             output / f"{name}.json",
-            command=command_line(),
             device=device,
             generation=chosen[0].shared,
             made_with=[

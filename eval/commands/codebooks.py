@@ -1,4 +1,4 @@
-"""Codebooks and their training: `errors`, `analyse`, `ablate`."""
+"""Codebooks and their training: `errors`, `ablate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +16,9 @@ from eval.commands.options import (
     Output,
     Size,
     calibration_prompts,
-    command_line,
     load_pipeline,
     result_name,
 )
-from eval.commands.stored import publish
 from eval.store.report import RESULTS, save_json
 
 app = typer.Typer()
@@ -36,9 +34,6 @@ def scenes(number: int) -> list[Scene]:
 def errors_command(
     methods: Methods = "M64P16C8,M64,M128,M160,M256,M4,value-projection",
     model: Model = "mini-sd",
-    refined: Annotated[
-        str, typer.Option(help="Numbers of refined parents, for codebooks that name none.")
-    ] = "0,4,8,16,32,64",
     images: Images = 16,
     timesteps: Timesteps = 8,
     levels: Levels = "0",
@@ -53,7 +48,7 @@ def errors_command(
 
     At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
     """
-    from eval.codebooks.layer_errors import elastic, errors_table, measure_errors
+    from eval.codebooks.layer_errors import errors_table, measure_errors
     from eval.methods.prepared import prepare_methods
     from eval.methods.registry import TOME
     from eval.quality.generation import Sampling, dilation, dilation_facts
@@ -62,23 +57,16 @@ def errors_command(
     if TOME in names:
         raise ValueError(f"errors are per layer, but layers of {TOME} see merged tokens.")
     numbers = numbers_of("--levels", levels)
-    numbers_refined = numbers_of("--refined", refined)
     pipe = load_pipeline(model, device)
     settings = Sampling(size=size, is_dilated=dilated)
     scalecrafter = dilation_facts(pipe, settings)
     prompts = calibration_prompts()
     prepared = prepare_methods(pipe, names, levels=numbers, calibration_prompts=prompts)
     with dilation(pipe, settings):
-        rows = measure_errors(
-            pipe,
-            elastic(prepared, numbers_refined),
-            scenes(images),
-            num_timesteps=timesteps,
-            size=size,
-        )
-    publish(
+        rows = measure_errors(pipe, prepared, scenes(images), num_timesteps=timesteps, size=size)
+    print(errors_table(rows))
+    save_json(
         output / f"{result_name('errors', model, numbers, size, dilated)}.json",
-        errors_table(rows),
         device=device,
         num_images=images,
         num_timesteps=timesteps,
@@ -86,71 +74,6 @@ def errors_command(
         scalecrafter=scalecrafter,
         rows=rows,
     )
-
-
-@app.command("analyse")
-def analyse_command(
-    names: Annotated[
-        list[str], typer.Argument(help="heads, layers, utilisation, order, importance.")
-    ],
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated configurations to calibrate or folders of codebooks, as in "
-            "`errors`; each analysis has its own default."
-        ),
-    ] = None,
-    model: Model = "mini-sd",
-    images: Images = 16,
-    timesteps: Timesteps = 8,
-    levels: Levels = "0,1",
-    device: Device = "cpu",
-    output: Output = RESULTS,
-) -> None:
-    """The paper's analyses of codebooks, each with a table and a plot.
-
-    heads: capture per head, as a heat map.
-
-    layers: commitment loss and quantization error per layer; avq calibrate --exact leaves out the
-    worst.
-
-    utilisation: share of codewords in use, two-level against flat.
-
-    order: query orders and sizes of query tiles.
-
-    importance: tiled against exact.
-
-    Elastic inference and accuracy against cost are `errors`.
-
-    Example: python -m eval analyse heads layers --methods runs/m64/codebooks --device cuda
-    """
-    from eval.codebooks.analyses import ANALYSES, analyse, check_methods
-    from eval.methods.prepared import prepare_methods
-
-    if unknown := [name for name in names if name not in ANALYSES]:
-        raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
-    numbers = numbers_of("--levels", levels)
-    pipe = load_pipeline(model, device)
-    chosen = {name: methods or ANALYSES[name].methods for name in names}
-    options = {"levels": numbers, "calibration_prompts": calibration_prompts()}
-    prepared = {
-        text: prepare_methods(pipe, text.split(","), **options)
-        for text in dict.fromkeys(chosen.values())
-    }
-    for name, text in chosen.items():
-        check_methods(name, prepared[text])
-    for name, text in chosen.items():
-        analysis = ANALYSES[name]
-        rows = analyse(pipe, analysis, prepared[text], scenes(images), num_timesteps=timesteps)
-        publish(
-            output / f"{result_name(name, model, numbers)}.json",
-            analysis.table(rows),
-            device=device,
-            num_images=images,
-            num_timesteps=timesteps,
-            analysis=name,
-            rows=rows,
-        )
 
 
 @app.command("ablate")
@@ -163,7 +86,6 @@ def ablate_command(
     seeds: Annotated[str, typer.Option(help="Training seeds.")] = "0",
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     overrides: Annotated[list[str], typer.Option("--set", help="key=value, for every run.")] = (),
-    refined: Annotated[str, typer.Option(help="Numbers of refined parents to evaluate.")] = "16",
     model: Model = "mini-sd",
     images: Images = 16,
     timesteps: Timesteps = 8,
@@ -177,10 +99,9 @@ def ablate_command(
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """
     from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
-    from eval.codebooks.layer_errors import elastic, measure_errors
+    from eval.codebooks.layer_errors import measure_errors
     from eval.methods.prepared import prepare_methods
 
-    numbers = numbers_of("--refined", refined)
     pipe = load_pipeline(model, device)
     trained = train_variants(
         config,
@@ -192,17 +113,11 @@ def ablate_command(
     )
     names = {str(path): name for name, path in trained.items()}
     prepared = prepare_methods(pipe, list(names), levels=(0,), calibration_prompts=())
-    errors = measure_errors(
-        pipe,
-        elastic(prepared, numbers),
-        scenes(images),
-        num_timesteps=timesteps,
-    )
+    errors = measure_errors(pipe, prepared, scenes(images), num_timesteps=timesteps)
     rows = ablation_rows(errors, names)
     print(ablation_table(rows))
     save_json(
         output / f"ablation_{config.stem}.json",
-        command=command_line(),
         device=device,
         config=config.name,
         overrides=list(overrides),

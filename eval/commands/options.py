@@ -1,6 +1,5 @@
 """Options, pipelines and error handling for the commands of `python -m eval`."""
 
-import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -106,12 +105,3 @@ def run_app(app: typer.Typer) -> None:
     except (ImportError, OSError, ValueError, TypeError) as error:
         print(f"eval: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def command_line() -> str:
-    """The command line, without the option for the results' folder."""
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--output=")]
-    if "--output" in arguments:
-        place = arguments.index("--output")
-        del arguments[place : place + 2]
-    return f"python -m eval {shlex.join(arguments)}"

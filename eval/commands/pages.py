@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from eval.commands.options import Device, command_line
+from eval.commands.options import Device
 from eval.store.report import PUBLISHED
 
 app = typer.Typer()
@@ -39,7 +39,7 @@ def features_command(
     """
     from eval.support.features import write_features
 
-    write_features(junit, folder, device, command_line())
+    write_features(junit, folder, device)
 
 
 @app.command("models")
@@ -50,4 +50,4 @@ def models_command(folder: Folder = PUBLISHED) -> None:
     """
     from eval.support.models import write_models
 
-    write_models(folder, command_line())
+    write_models(folder)

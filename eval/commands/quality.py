@@ -22,7 +22,6 @@ from eval.commands.options import (
     Output,
     Size,
     calibration_prompts,
-    command_line,
     load_pipeline,
     result_name,
 )
@@ -83,7 +82,6 @@ def compare_command(
     name = result_name("compare", model, numbers, size, dilated)
     save_json(
         output / f"{name}.json",
-        command=command_line(),
         device=device,
         prompts=chosen,
         num_seeds=seeds,
@@ -143,7 +141,6 @@ def tolerance_command(
     path = output / f"{result_name('tolerance', model, numbers, size)}.json"
     save_json(
         path,
-        command=command_line(),
         device=device,
         dtype=str(pipe.dtype).removeprefix("torch."),
         num_probed=probed,
@@ -260,7 +257,6 @@ def scenes_command(
         kept = [row for name, row in finished.items() if name in later]
         save_json(
             path,
-            command=command_line(),
             device=device,
             **protocol,
             **resumable([*rows, *kept], exact_digest),
@@ -313,30 +309,19 @@ def table_command(
 
     table = build_table(found)
     print(quality_table(table))
-    save_json(output / f"{name}.json", command=command_line(), device="cpu", **table)
+    save_json(output / f"{name}.json", device="cpu", **table)
 
 
 @app.command("plot")
 def plot_command(
-    results: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Files from table, errors, analyse, training, bench kernels, unet or transformer."
-        ),
-    ],
-    size: Annotated[
-        int | None,
-        typer.Option(
-            help="For a table: size of the UNet step whose time is shown; default: the images'."
-        ),
-    ] = None,
+    results: Annotated[list[Path], typer.Argument(help="Files from keys or vision features.")],
 ) -> None:
-    """Plot stored results again, each to the PNG beside its file; for a table, quality over time.
+    """Plot stored results again, each to the PNG beside its file.
 
-    Example: python -m eval plot eval/results/table.json --size 1024
+    Example: python -m eval plot eval/results/keys/keys_vit_cuda_bfloat16.json
     """
     for path in results:
-        draw(path, size=size)
+        draw(path)
 
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
@@ -393,4 +378,4 @@ def _save_merged(
 ) -> None:
     """Save rows with what their files say about how they were made."""
     runs = [{x: value for x, value in one.items() if x != "rows"} for one in documents]
-    save_json(path, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+    save_json(path, device="cpu", **protocol, runs=runs, rows=rows)

@@ -10,7 +10,7 @@ import typer
 from avq_diffusers.mini import model_path
 from avq_diffusers.options import tolerances_of
 from eval.commands.keys import SMALLEST, VIT, Download, folder_of, load, result_path, sides_of
-from eval.commands.options import Device, Output, command_line
+from eval.commands.options import Device, Output
 from eval.commands.stored import draw, publish
 from eval.store.report import RESULTS, save_json
 
@@ -106,7 +106,7 @@ def features(
     for size in sides:
         for row in measure_features(loaded, size, images, names, decoder):
             rows.append(row)
-            save_json(path, command=command_line(), **facts, rows=rows)
+            save_json(path, **facts, rows=rows)
     print(features_table(rows))
     draw(path)
 
@@ -139,7 +139,6 @@ def tolerance(
     path = result_path(output, "vision_tolerance", model, str(size), loaded.device.type)
     save_json(
         path,
-        command=command_line(),
         device=device,
         size=size,
         num_probed=probed,
@@ -169,24 +168,6 @@ def table(
     path = output / f"vision_{rows.resolve().parent.name}.json"
     shown = "\n".join([fine_tuned_table(result), "", *lines])
     publish(path, shown, device="cpu", **result, differences=found)
-
-
-@app.command()
-def analyses(
-    path: Annotated[Path, typer.Argument(help="From python -m distill.vision analyse.")],
-    output: Output = RESULTS,
-) -> None:
-    """Elastic inference, query orders, tiled importance and heads of a fine-tuned model.
-
-    Example: python -m eval vision analyses runs/ade20k_m64p16c8/analyses.json
-    """
-    from eval.vision.analyses import analyses_tables, read_analyses
-
-    document = read_analyses(path)
-    tables = "\n\n".join(analyses_tables(document))
-    run = document.pop("environment")
-    result = output / f"vision_analyses_{path.resolve().parent.name}.json"
-    publish(result, tables, device="cpu", run=run, **document)
 
 
 def load_vision(model: str, download: bool, device: str) -> "PreTrainedModel":

@@ -58,11 +58,8 @@ def measured_method(name: str, words: Sequence[str]) -> AttentionMethod:
         ValueError: it is neither.
     """
     method = parse_method(name, levels=(0,))
-    if method.config is None:
-        is_known = method.source in words
-    else:
-        is_known = method.route == "always" and not method.tuned and "@L" not in name
-    if not is_known:
+    is_wrong = method.source not in words if method.config is None else "@L" in name
+    if is_wrong:
         raise ValueError(
             f"methods here are {', '.join(words)} and configurations such as M64C8T1e-4, M64P16C8, "
             f"M64P16C8/means and M64P16C8@P8/own, but got {name!r}."
@@ -176,13 +173,6 @@ class _Found(NamedTuple):
 def keys_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     return rows_table(COLUMNS, rows, ".3g")
-
-
-def keys_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """A row of panels per number of tokens: errors against columns and time, a line per scheme."""
-    rows = [row for row in rows if row["scheme"] not in (EXACT, NO_ATTENTION)]
-    axes = [("columns", "error"), ("columns", "features_off"), ("ms", "error")]
-    return [[_panel(of_size, x, y) for x, y in axes] for of_size in by_tokens(rows)]
 
 
 def dial_panels(rows: Sequence[Row]) -> list[list[Panel]]:

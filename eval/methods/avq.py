@@ -5,7 +5,6 @@ M64P16C8, M192          the paper's sizes and flat VQ, to calibrate
 @L01                    levels 0 and 1 instead of --levels
 -up_blocks.1            the layers of this block stay exact
 @P8                     8 refined parents
-/fastest, /tuned        the default route, or changed projections
 /means                  mean keys in place of stored codewords
 /own, /own1             mean keys, with codewords from the call's own keys; with one update
 """
@@ -20,9 +19,7 @@ from avq_diffusers.config import sizes_of
 from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
 
 LEVELS = (0, 1)
-FORM = re.compile(
-    r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
-)
+FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(?:/(?:(means)|own(\d*)))?")
 
 
 class AVQ(AttentionMethod):
@@ -30,15 +27,15 @@ class AVQ(AttentionMethod):
 
     @classmethod
     def parse(cls, name: str, levels: tuple[int, ...]) -> Self | None:
-        source, digits, exact, refined, way, updates = FORM.fullmatch(name).groups()
-        own = updates is not None or ("threshold" in sizes_of(source) and way != "means")
-        if cls.kind != (way if way in ("fastest", "tuned") else "own" if own else "stored"):
+        source, digits, exact, refined, means, updates = FORM.fullmatch(name).groups()
+        own = updates is not None or ("threshold" in sizes_of(source) and not means)
+        if own == cls.is_stored:
             return None
         config = AVQConfig.parse(
             source,
             levels=tuple(map(int, digits)) if digits else levels,
             exact=(exact,) if exact else (),
-            codewords="means" if own or way == "means" else "stored",
+            codewords="means" if own or means else "stored",
             num_updates=int(updates or 0),
         )
         if refined is not None:
@@ -50,9 +47,8 @@ class AVQ(AttentionMethod):
         levels = []
         if self.config.levels != LEVELS:
             levels = [level_label(self.config.levels)]
-        ways = {"fastest": ["fastest route"], "tuned": ["tuned projections"]}.get(self.kind, [])
         sizes = method_name(self.config, own=self.own)
-        return ", ".join([sizes, *levels, *exact_labels(self.config), *ways])
+        return ", ".join([sizes, *levels, *exact_labels(self.config)])
 
     @property
     def scheme(self) -> str:
@@ -82,22 +78,6 @@ class Stored(AVQ):
     is_stored = True
 
 
-class Fastest(AVQ):
-    """The default route."""
-
-    kind, example = "fastest", "M64C8T1e-4/fastest"
-    places = STEPS
-    route = "fastest"
-
-
-class Tuned(AVQ):
-    """Changed projections."""
-
-    kind, example = "tuned", "M64P16C8/tuned"
-    places = ()
-    tuned = True
-
-
 def source_of(name: str) -> str:
     """The name without suffixes."""
     return FORM.fullmatch(name)[1]
@@ -110,12 +90,6 @@ def config_label(config: AVQConfig, *, own: bool = False) -> str:
     if own:
         return f"{config}/own{config.num_updates or ''}"
     return f"{config}/means" if config.codewords == "means" else str(config)
-
-
-def codewords_form(label: str) -> str:
-    """The form of the codewords in a `config_label`: `/own1`, `/means` or nothing."""
-    _, slash, rest = label.partition("/")
-    return slash + rest.partition(",")[0]
 
 
 def method_name(config: AVQConfig, *, own: bool = False) -> str:

@@ -36,8 +36,6 @@ class AttentionMethod(ABC):
         example: an example name.
         places: where it runs.
         title: label in tables of times, with a placeholder for the setting.
-        route: AVQ's route; `"fastest"` leaves layers exact where that is faster.
-        tuned: whether projections change, as in distilled codebooks.
         is_stored: whether codewords come from a codebook.
     """
 
@@ -52,8 +50,6 @@ class AttentionMethod(ABC):
     example: ClassVar[str]
     places: ClassVar[tuple[str, ...]]
     title: ClassVar[str] = ""
-    route: ClassVar[str] = "always"
-    tuned: ClassVar[bool] = False
     is_stored: ClassVar[bool] = False
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Exact attention: PyTorch's default, and the kernels that it can be forced to."""
+"""Exact attention: PyTorch's default."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,19 +26,3 @@ class Exact(Word):
 
     def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
         return partial(F.scaled_dot_product_attention, call.query, *call.columns, scale=call.scale)
-
-
-class FlashAttention2(Word):
-    """Exact attention by FA2."""
-
-    kind = example = "fa2"
-    places = ()
-    title = "FA2"
-
-
-class CuDNN(Word):
-    """Exact attention by cuDNN."""
-
-    kind = example = "cudnn"
-    places = ()
-    title = "cuDNN"

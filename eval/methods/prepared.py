@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,9 +20,6 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.attention import reference
-from avq_diffusers.attention.tensors import Attended, Tensors
-from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
 from avq_diffusers.hosts import has_unet
 from eval.methods.avq import config_label, exact_labels
@@ -52,8 +48,6 @@ class Method:
         linfusion: processors of LinFusion layers by layer name.
         sha256: digest of the folder that the method was loaded from.
         uncalibrated: configuration for `calibrated` to make codebooks from.
-        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
-            Importance with Tiled Codewords"), computed by the definition; None is exact.
     """
 
     name: str
@@ -64,21 +58,6 @@ class Method:
     linfusion: Mapping[str, LinFusionProcessor] | None = None
     sha256: str | None = None
     uncalibrated: AVQConfig | None = None
-    importance_tile: int | None = None
-
-    def with_fields(self, importance_tile: int | None = None, **fields: Any) -> "Method":
-        """Replace `AVQConfig` fields that do not change stored codewords; weights are shared.
-
-        Raises:
-            TypeError, ValueError: a field has an invalid value.
-        """
-        method = replace(self, importance_tile=importance_tile)
-        if self.own is not None:
-            return replace(method, own=self.own.changed(**fields))
-        config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
-        codebooks = AVQCodebooks.from_config(config)
-        codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
-        return replace(method, codebooks=codebooks)
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
@@ -213,21 +192,9 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
             apply_avq(pipe, method.own or method.codebooks, route="always")
             if method.num_refined is not None:
                 set_num_refined(pipe, method.num_refined)
-            if method.importance_tile is not None:
-                for layer in select_layers(pipe.unet):
-                    if layer.avq_state is not None:
-                        tiled = partial(tiled_attention, importance_tile=method.importance_tile)
-                        layer.avq_state.function = tiled
             yield
         finally:
             remove_avq(pipe)
-
-
-def tiled_attention(
-    tensors: Tensors, spec: Spec, backend: str, *, importance_tile: int
-) -> Attended:
-    """The definition with an `importance_tile`, in place of a layer's AVQ."""
-    return Attended(reference.avq_attention(tensors, spec, importance_tile), "reference")
 
 
 def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eval.methods.avq import LEVELS, Fastest, Own, Stored, Tuned, source_of
+from eval.methods.avq import LEVELS, Own, Stored, source_of
 from eval.methods.base import AttentionMethod, Word
 from eval.methods.controls import Limit, ValueProjection
-from eval.methods.exact import CuDNN, Exact, FlashAttention2
+from eval.methods.exact import Exact
 from eval.methods.folder import Folder
 from eval.methods.linfusion import LinFusion
 from eval.methods.peer import Peer
@@ -22,11 +22,11 @@ from eval.methods.sol import Sol
 from eval.methods.tome import ToMe
 from eval.store.markdown import figure
 
-WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, FlashAttention2, CuDNN, Limit)
+WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, Limit)
 WORDS += (LinFusion, Pooled, Pisa, PisaZeroth, Sol)
-CONFIGURATIONS = (Own, Stored, Fastest, Tuned)
+CONFIGURATIONS = (Own, Stored)
 EXACT, NO_ATTENTION, TOME = Exact.kind, ValueProjection.kind, ToMe.kind
-FA2, CUDNN, LIMIT, LINFUSION = FlashAttention2.kind, CuDNN.kind, Limit.kind, LinFusion.kind
+LIMIT, LINFUSION = Limit.kind, LinFusion.kind
 AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`
 PEERS = tuple(word.kind for word in WORDS if issubclass(word, Peer))
 PATH_SIGNS = "/\\"  # no configuration contains one
@@ -79,7 +79,7 @@ def check_place(name: str, place: str) -> None:
         ValueError: it does not run there, or there is no such method.
     """
     if place not in parse_method(name, LEVELS).places:
-        classes = (*WORDS, Folder, Stored, Own, Fastest, Tuned)
+        classes = (*WORDS, Folder, Stored, Own)
         known = [cls.example for cls in classes if place in cls.places]
         raise ValueError(f"methods for {place} are {', '.join(known)}, but got {name!r}.")
 

@@ -383,15 +383,6 @@ def hardware(folder: Path) -> Figures:
 def calls_of(path: Path) -> list[Row]:
     """Times of exact attention and AVQ by shape, with own codewords if there are any."""
     shape = ["batch", "heads", "head_dim", "dtype", "tokens"]
-    document = read_result(path).document
-    if "shape" in document:  # from when `bench attention` was not yet part of `bench kernels`
-        file = File(path, ["num_tokens"], "exact_ms", "avq_ms")
-        return [
-            document["shape"]
-            | {"tokens": tokens, "device": file.device, "codewords": "stored"}
-            | {"exact": row["exact_ms"], "avq": row["avq_ms"]}
-            for tokens, row in file.rows.items()
-        ]
     file, found = File(path, [*shape, "method"], "ms"), []
     for *call, method in file.rows:
         if method == "default SDPA":
@@ -431,4 +422,4 @@ def three_digits(name: str) -> Column:
 
 def bars_plot(xlabel: str, panels: Mapping[str, Mapping[str, float]]) -> Callable[[Path], None]:
     """A function that draws a panel of bars per entry."""
-    return partial(bar_plot, panels=panels, xlabel=xlabel, title="")
+    return partial(bar_plot, panels=panels, xlabel=xlabel)

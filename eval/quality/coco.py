@@ -71,12 +71,11 @@ class Row:
     calibration_prompts: Sequence[str]
     settings: Sampling
 
-    def generate(self, device: torch.device, *, command: str) -> None:
+    def generate(self, device: torch.device) -> None:
         """Generate this process's share of the folder's missing images, with PNDM.
 
         Args:
             device: this process's device.
-            command: command line for the manifest.
 
         Raises:
             ValueError: the folder has another configuration or other content, the method cannot be
@@ -96,7 +95,7 @@ class Row:
         is_main = state.is_main_process
         with locked(self.folder, LOCK_SECONDS, message) if is_main else nullcontext():
             if is_main:
-                self._begin(pipe, loaded, command)
+                self._begin(pipe, loaded)
             state.wait_for_everyone()
             if self._has_codebooks:
                 codebooks = AVQCodebooks.from_pretrained(self.folder / CODEBOOKS).to(device)
@@ -162,7 +161,7 @@ class Row:
     def _has_codebooks(self) -> bool:
         return (self.folder / CODEBOOKS / "config.json").exists()
 
-    def _begin(self, pipe: StableDiffusionPipeline, loaded: Method, command: str) -> None:
+    def _begin(self, pipe: StableDiffusionPipeline, loaded: Method) -> None:
         """Write the manifest, then everything else except the images.
 
         Codebooks are saved once, so that all processes and restarts share them. A complete folder
@@ -181,7 +180,6 @@ class Row:
                 earlier = [*manifest["earlier_sessions"], session]
             save_json(
                 self.folder / MANIFEST,
-                command=command,
                 device=pipe.device,
                 config=self.config(pipe),
                 row=row,

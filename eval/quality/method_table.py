@@ -2,19 +2,16 @@
 
 Quality comes from `scenes` or `merge`, with columns per image size. Speed is the time of a
 step of SD1.5 from `bench steps`, one column per size and run. A time applies to every method that
-runs the same computation: the same configuration at the same levels, with tuned projections
-(distilled methods) or without.
+runs the same computation: the same configuration at the same levels, with the model's projections.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 from avq_diffusers import AVQConfig
 from eval.methods.avq import LEVELS, config_label, exact_labels
 from eval.methods.linfusion import LINFUSION_CONFIG
-from eval.methods.registry import AVQ, EXACT, LINFUSION, TOME, method_label, timed_method
+from eval.methods.registry import AVQ, LINFUSION, TOME, method_label, timed_method
 from eval.quality.scene_rows import (
     FACT_COLUMNS,
     MAKING,
@@ -25,19 +22,12 @@ from eval.quality.scene_rows import (
     said_otherwise,
 )
 from eval.store.markdown import Column, number, rows_table
-from eval.store.plots import Line, Panel
 from eval.store.report import TABLE_KINDS, Result, check_kinds, complete
 
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
 
 FACTS = ("method", "config", "origin", "sha256", "levels", "effective_codewords")
-PLOTTED = {
-    "fid": "FID (lower is better)",
-    "clip_score": "CLIP score (higher is better)",
-    "psnr_median": "PSNR to exact, dB (higher is better)",
-}
-TUNED = "tuned"
 SPEED_MODEL = "sd15"
 # LinFusion is timed in every self-attention layer; these are the levels of mini-sd, which generates
 # the scenes.
@@ -83,34 +73,6 @@ def quality_table(table: Mapping[str, Any]) -> str:
     }
     columns |= {f"UNet ms, {title}": time(title) for title in table["speed"]}
     return rows_table(FACT_COLUMNS | columns, table["rows"])
-
-
-def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[Panel]]:
-    """The metrics in `PLOTTED` against the time of a UNet step, one row of panels per image size.
-
-    `size` selects the times, from their first column. By default it is the images' own size or, if
-    that was not timed, the first column.
-
-    Raises:
-        ValueError: the table has no such times, or no images.
-    """
-    quality, speed = table["quality"], table["speed"]
-    titles = list(speed) if size is None else _titles_of(speed, size)
-    if not titles or not quality:
-        sizes = sorted({facts["size"] for facts in speed.values()})
-        raise ValueError(
-            f"a plot needs results of scenes and of bench steps, at --size if it is given, but "
-            f"this table has {len(quality)} of scenes and times at the sizes {sizes}."
-        )
-    panels = []
-    for column, facts in quality.items():
-        shown, *_ = _titles_of(speed, size or facts["size"]) or titles
-        panels.append([_panel(table["rows"], column, shown, figure) for figure in PLOTTED])
-    return panels
-
-
-def _titles_of(speed: Mapping[str, Row], size: int) -> list[str]:
-    return [title for title, facts in speed.items() if facts["size"] == size]
 
 
 def _add_quality(
@@ -181,8 +143,8 @@ def _variant(row: Row) -> Variant:
     _, levels = row_key(row)
     config = row.get("config") or row["method"]
     fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
-    tuned = [TUNED] if row.get("origin") == "distilled" and config != LINFUSION_CONFIG else []
-    return ", ".join([config, *fields, *tuned]), levels
+    is_tuned = row.get("origin") == "distilled" and config != LINFUSION_CONFIG
+    return ", ".join([config, *fields, *["tuned"] * is_tuned]), levels
 
 
 def _timed(name: str) -> tuple[Variant, Row]:
@@ -198,35 +160,5 @@ def _timed(name: str) -> tuple[Variant, Row]:
         others = {TOME: (TOME, method.levels), LINFUSION: (LINFUSION_CONFIG, LINFUSION_LEVELS)}
         return others.get(method.kind, (method.kind, ())), facts
     facts |= {"levels": [*config.levels], "effective_codewords": config.columns}
-    if method.route != "always":
-        return (name, config.levels), facts
     labels = [config_label(config, own=method.own), *exact_labels(config)]
-    return (", ".join(labels + [TUNED] * method.tuned), config.levels), facts
-
-
-def _panel(rows: Sequence[Row], column: str, time: str, figure: str) -> Panel:
-    points, reference = [], None
-    for row, label in zip(rows, _labels(rows), strict=True):
-        figures, x = row["quality"].get(column, {}), row["ms"].get(time)
-        y = figures.get(figure)
-        if x is not None and y is not None:
-            points.append(Line(label, [x], [y], [figures.get(f"{figure}_sem") or 0]))
-            if row["method"] == EXACT:
-                reference = y
-    title = f"{PLOTTED[figure]}, {column}"
-    return Panel(title, f"UNet step, ms, at {time}", points, reference=reference)
-
-
-def _labels(rows: Sequence[Row]) -> list[str]:
-    """Configuration and origin; levels and folders only if rows differ in nothing else."""
-    labels = [
-        row["method"] if row["origin"] is None else f"{row['config']}, {row['origin']}"
-        for row in rows
-    ]
-    for detail in (lambda row: f"level {'+'.join(map(str, row['levels']))}", itemgetter("method")):
-        counts = Counter(labels)
-        labels = [
-            label if counts[label] == 1 else f"{label}, {detail(row)}"
-            for label, row in zip(labels, rows, strict=True)
-        ]
-    return labels
+    return (", ".join(labels), config.levels), facts

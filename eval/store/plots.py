@@ -13,20 +13,15 @@ from avq_diffusers.files import atomic_write
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 combinations
 DASHES = ("-", ":", "-.")
-MOST_MARKERS = 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel; `label` goes in the legend. Points with y None are left out.
-
-    With `errors`, the points have y error bars and no line.
-    """
+    """One line of a panel; `label` goes in the legend."""
 
     label: str
     x: Sequence[float]
-    y: Sequence[float | None]
-    errors: Sequence[float] = ()
+    y: Sequence[float]
 
 
 def lines(
@@ -49,32 +44,18 @@ def lines(
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes of a `panel_plot`; `faint` lines are behind the others and not in the legend.
+    """Axes of a `panel_plot`; a logarithmic x axis has base 2.
 
-    A logarithmic x axis has base 2. With `ticks`, the x axis shows these names at 0, 1, 2, ...
-    With `from_zero`, the y axis starts at 0, so that small differences look small. Dashed lines
-    mark `reference` on the y axis and `reference_x` on the x axis.
+    Dashed lines mark `reference` on the y axis and `reference_x` on the x axis.
     """
 
     title: str
     xlabel: str
     lines: Sequence[Line]
-    faint: Sequence[Line] = ()
     xscale: str = "linear"
     yscale: str = "linear"
-    ticks: Sequence[str] = ()
-    from_zero: bool = False
     reference: float | None = None
     reference_x: float | None = None
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Numbers from 0 to 1: `values[i]` belongs to `rows[i]`; rows may differ in length."""
-
-    title: str
-    rows: Sequence[str]
-    values: Sequence[Sequence[float]]
 
 
 def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
@@ -119,17 +100,8 @@ def _draw(axes: Any, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> dict[
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
     handles = {}
-    for line in panel.faint:
-        faint = {"alpha": 0.25, "linewidth": 0.8, "marker": ""}
-        axes.plot(*_points(line), **looks[line.label] | faint)
     for line in panel.lines:
-        look = looks[line.label]
-        if line.errors:
-            bars = look | {"linestyle": "", "capsize": 3}
-            handles[line.label] = axes.errorbar(line.x, line.y, line.errors, **bars)
-        else:
-            look = look if len(line.x) <= MOST_MARKERS else look | {"marker": ""}
-            (handles[line.label],) = axes.plot(*_points(line), **look)
+        (handles[line.label],) = axes.plot(line.x, line.y, **looks[line.label])
     dashed = {"linestyle": "--", "linewidth": 0.8, "color": "#808080"}
     if panel.reference is not None:
         axes.axhline(panel.reference, **dashed)
@@ -143,48 +115,15 @@ def _draw(axes: Any, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> dict[
         if high < 4 * low:  # few powers of two
             axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 4, 6, 8)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
-    if panel.from_zero:
-        axes.set_ylim(0, 1.1 * axes.dataLim.y1)
-    if panel.ticks:
-        axes.set_xticks(range(len(panel.ticks)), panel.ticks, rotation=60, ha="right", fontsize=7)
     axes.grid(alpha=0.3, which="both")
     return handles
 
 
-def _points(line: Line) -> tuple[list[float], list[float]]:
-    shown = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
-    return [x for x, _ in shown], [y for _, y in shown]
-
-
-def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:
-    """Write the maps side by side with one colour scale and numbers in the cells."""
-    most = max(len(values) for heat_map in maps for values in heat_map.values)
-    height = max(len(heat_map.rows) for heat_map in maps)
-    figure = _figure((3.2 + 0.5 * most) * len(maps), 1.6 + 0.34 * height)
-    for axes, heat_map in zip(figure.subplots(1, len(maps), squeeze=False).flat, maps, strict=True):
-        padded = [[*values, *[float("nan")] * (most - len(values))] for values in heat_map.values]
-        image = axes.imshow(padded, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        centred = {"ha": "center", "va": "center", "fontsize": 7}
-        for row, values in enumerate(heat_map.values):
-            for column, value in enumerate(values):
-                colour = "white" if value < 0.5 else "black"
-                axes.text(column, row, f"{value:.2f}", color=colour, **centred)
-        axes.set_xticks(range(most))
-        axes.set_yticks(range(len(heat_map.rows)), heat_map.rows, fontsize=7)
-        axes.set_title(fill(heat_map.title, 40), fontsize=8)
-        axes.set_xlabel(xlabel)
-    figure.colorbar(image, ax=figure.axes, label=label)
-    _save(figure, path)
-
-
-def bar_plot(
-    path: Path, panels: Mapping[str, Mapping[str, float]], *, xlabel: str, title: str
-) -> None:
+def bar_plot(path: Path, panels: Mapping[str, Mapping[str, float]], *, xlabel: str) -> None:
     """Write a panel of labelled horizontal bars per entry of `panels`."""
     most = max((len(bars) for bars in panels.values()), default=1)
     number = max(1, len(panels))
     figure = _figure(5.4 * number, 1.4 + 0.36 * max(1, most))
-    figure.suptitle(fill(title, 56 * number))
     columns = figure.subplots(1, number, squeeze=False).flat
     for axes, (name, bars) in zip(columns, panels.items(), strict=False):
         drawn = axes.barh(range(len(bars)), list(bars.values()), color=COLOURS[0])

@@ -5,7 +5,9 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,12 +49,21 @@ def environment(device: "torch.device | str") -> dict[str, Any]:
     }
 
 
-def save_json(path: Path, *, command: str, device: "torch.device | str", **content: Any) -> None:
-    """Write `content` with its command and environment to `path`, atomically.
+def command_line() -> str:
+    """The command line, without the option for the results' folder."""
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--output=")]
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        del arguments[place : place + 2]
+    return f"python -m eval {shlex.join(arguments)}"
+
+
+def save_json(path: Path, *, device: "torch.device | str", **content: Any) -> None:
+    """Write `content` with the command line and environment to `path`, atomically.
 
     JSON has no infinity or NaN, so they become null.
     """
-    document = {"command": command, "environment": environment(device), **content}
+    document = {"command": command_line(), "environment": environment(device), **content}
     text = json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n"
     with atomic_write(path) as temporary:
         temporary.write_text(text)

@@ -126,7 +126,7 @@ def _cell(names: tuple[str, ...], outcomes: dict[str, dict[str, int]]) -> str:
     return "; ".join(filter(None, parts)) or "-"
 
 
-def write_features(junit: Path, results: Path, device: str, command: str) -> None:
+def write_features(junit: Path, results: Path, device: str) -> None:
     """Put the outcomes of a JUnit file into the column of `device`, and write the table.
 
     Raises:
@@ -138,5 +138,5 @@ def write_features(junit: Path, results: Path, device: str, command: str) -> Non
         columns |= json.loads(path.read_text())["columns"]
     features = read_outcomes(junit)[device]
     columns[device] = {"environment": environment(device), "features": features}
-    save_json(path, command=command, device=device, columns=columns)
+    save_json(path, device=device, columns=columns)
     (results / "features.md").write_text(features_table(columns) + "\n")

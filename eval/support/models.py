@@ -141,12 +141,12 @@ def models_table(found: dict[str, Any]) -> str:
     )
 
 
-def write_models(results: Path, command: str) -> None:
+def write_models(results: Path) -> None:
     """Write what the installed diffusers has, and the table.
 
     Raises:
         ValueError: it has a class of which nothing is known.
     """
     content = found()
-    save_json(results / "models.json", command=command, device="cpu", **content)
+    save_json(results / "models.json", device="cpu", **content)
     (results / "models.md").write_text(models_table(content) + "\n")

@@ -11,11 +11,9 @@ from typing import Any
 
 from avq_diffusers.files import read_log
 from eval.store.markdown import number, rows_table, with_error
-from eval.store.plots import Line, Panel
 from eval.store.report import complete
 
 TEACHER, FLAT = "teacher", "flat@"
-WIDE = 8  # times that span more than this factor get a logarithmic axis
 LABELS = {"miou": "mean IoU, %", "top1": "top-1, %"}
 Row = dict[str, Any]
 
@@ -87,27 +85,6 @@ def differences(result: Mapping[str, Any]) -> list[Row]:
                 names = {"avq": name, "flat": flat["attention"]}
                 found.append({**names, "difference": mean(pairs), "error": _error(pairs)})
     return found
-
-
-def fine_tuned_panels(result: Mapping[str, Any]) -> list[list[Panel]]:
-    """Scores against kernel time, untrained and fine-tuned.
-
-    Untrained comes first: every attention has that score, so colours match in both plots.
-    """
-    panels = []
-    for title, field in (("untrained", "untrained"), ("fine-tuned", "score")):
-        rows = [row for row in result["rows"] if None not in (row["ms"], row[field])]
-        times = [row["ms"] for row in rows]
-        panels.append(
-            Panel(
-                f"{LABELS[result['metric']]}, {title}",
-                "kernel, ms",
-                [Line(_label(row), [row["ms"]], [row[field]]) for row in rows],
-                xscale="log" if rows and max(times) > WIDE * min(times) else "linear",
-                reference=result["teacher"]["score"],
-            )
-        )
-    return [panels]
 
 
 def _label(row: Row) -> str:

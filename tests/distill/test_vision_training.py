@@ -1,4 +1,4 @@
-"""`python -m distill.vision`: models, fine-tuning by Trainer, resuming, comparison, analyses."""
+"""`python -m distill.vision`: models, fine-tuning by Trainer, resuming, comparison."""
 
 import json
 import os
@@ -292,18 +292,13 @@ def test_wrong_label_maps_end_a_run_that_logs_nothing(place, tmp_path, label, er
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_folders_without_a_run_of_theirs_are_refused(place, run, tmp_path):
+def test_folders_without_a_run_of_theirs_are_refused(place, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"task": "segmentation"}))
     taken = command(place, "train", tmp_path)
     assert "holds a run: add --resume" in invoke(*taken, code=2)
     assert "other settings (attention, codebooks." in invoke(*taken, "--resume", code=2)
     compared = command(place, "compare", tmp_path / "e")
     assert "--rate must be above 0" in invoke(*compared, "--rate", "0", code=2)
-    assert "holds no finished run" in invoke("analyse", tmp_path / "none", code=2)
-    shutil.copytree(run[0], tmp_path / "exact")
-    text = (tmp_path / "exact" / "config.json").read_text()
-    (tmp_path / "exact" / "config.json").write_text(text.replace("M4P2C2", "exact"))
-    assert "has attention exact" in invoke("analyse", tmp_path / "exact", code=2)
 
 
 BERT = BertConfig(vocab_size=2, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -362,31 +357,6 @@ def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, 
 @pytest.mark.parametrize(("limit", "expected"), [(0, 32), (32, 32), (119, 96), (9999, 512)])
 def test_flat_vq_takes_as_long_on_a_gpu(limit, expected):
     assert flat_of_time(limit, time_of=float) == expected
-
-
-@pytest.mark.parametrize("attention", ["M4P2C2", "M4P2C2/own"])
-def test_analyses_agree_with_the_run(place, run, tmp_path, attention):
-    """Catches settings that change nothing, and codewords or norms of another run."""
-    folder, config, figures = run
-    if attention != config.attention:
-        folder = tmp_path
-        figures = fine_tune(replace(config, attention=attention), folder, resume=False)
-    invoke("analyse", folder, "--refined", "1,2,4,9", "--tiles", "16,128", "--images", 3)
-    rows = json.loads((folder / "analyses.json").read_text())["rows"]
-    kinds = {
-        kind: [row for row in rows if row["analysis"] == kind]
-        for kind in ("elastic", "order", "layers", "importance")
-    }
-    assert [len(found) for found in kinds.values()] == [3, 6, 8, 3]
-    elastic = {row["num_refined"]: row for row in kinds["elastic"]}
-    assert elastic[2]["score"] == pytest.approx(figures["eval_top1"])
-    assert elastic[1]["capture"] < elastic[2]["capture"] < elastic[4]["capture"]
-    assert elastic[4]["capture"] == pytest.approx(1, abs=1e-5)
-    for row in kinds["importance"]:
-        assert row["best"] >= max(row["exact"], row["tiled"]) - 1e-6
-    mean = np.mean([row["capture"] for row in kinds["layers"]])
-    assert mean == pytest.approx(elastic[2]["capture"], abs=1e-5)
-    assert all(row["commitment"] > 0 < row["active_ratio"] <= 1 for row in kinds["layers"])
 
 
 def timm_weights(model):

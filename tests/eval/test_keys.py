@@ -25,7 +25,7 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.attention.tensors import Tensors
 from eval.keys import measuring, photographs, subjects, vit
 from eval.keys.calls import Call, answered
-from eval.keys.measuring import dial_panels, keys_panels, measure
+from eval.keys.measuring import dial_panels, measure
 from eval.keys.subjects import Subject, subject_of, vision_pass
 from eval.methods import peer
 from eval.methods.peer import Peer
@@ -246,7 +246,6 @@ def test_frames_attend_to_each_other():
         ("pisa0@15", "a density of pisa is above 0 and at most 1"),
         ("sol@", "methods must be exact"),
         ("M64@L0", "methods here are exact"),
-        ("M64P16C8/tuned", "methods here are exact"),
         ("tome", "methods here are exact"),
         ("M64P16C8-encoder.layer.0", "none can stay exact in"),
         ("M4P8C2/own", "num_refined must be at most"),
@@ -331,9 +330,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert 2**-11 < exact["error"] < 2**-6
     assert [row["columns"] for row in rows] == [pytest.approx(8, abs=1), 8, 15 + 64]
     assert all(row["tokens"] == 1024 and 0 < row["error"] < 1 for row in rows)
-    assert path.with_suffix(".png").stat().st_size > 10_000
-    (panels,) = keys_panels(document["rows"])
-    assert [len(panel.lines) for panel in panels] == [3, 3, 0]
+    assert not list(tmp_path.glob("*.png"))  # its plot is of times, on a GPU
     arguments[3], arguments[5] = 322, "exact,M8/own"
     run_command(monkeypatch, "keys", *arguments, "--frames", 2)
     document = json.loads((tmp_path / "keys_model_2_frames_cpu_bfloat16.json").read_text())

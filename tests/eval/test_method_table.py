@@ -7,7 +7,7 @@ from eval_helpers import SETTINGS_2X
 
 from eval.methods.registry import EXACT
 from eval.quality import scene_rows
-from eval.quality.method_table import build_table, quality_table, table_panels
+from eval.quality.method_table import build_table, quality_table
 from eval.store.report import Result
 
 METRICS = {"fid": 20.0, "fid_sem": 0.5, "clip_score": 90.0, "copy_agreement": 0.75}
@@ -71,17 +71,16 @@ def table():
     both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
     timed = {"exact": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
-    timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0/tuned": None, "M4": 5.5, "M4@L0": 5.25}
+    timed |= {"M4": 5.5, "M4@L0": 5.25}
     timed |= {"linfusion": 9.0, "tome@L01": 8.5, "M64P16C8-up_blocks.1": 6.25}
     timed |= {"M64P16C8@L0/own": 6.75, "M64P16C8@L0/own1": 6.875}
     timed |= {"avq": 6.75, "M64C8T1e-4@L0": 6.625, "M64C8T5e-4@L0": 6.5, OLDER: 7.25}
-    timed |= {"M64P16C8/tuned": 6.125, "M64P16C8@L0/tuned": 7.5, "M4@L0/tuned": 5.375}
     return build(
         speed(timed),
         quality(small),
         quality(both),
         quality(large, kind="merge", size=512, runs=[{"first_seed": 0}, {"first_seed": 5}]),
-        speed({"exact": 40.0, "M64P16C8@L0": 28.0, "M64P16C8@L0/tuned": 29.0}, size=1024),
+        speed({"exact": 40.0, "M64P16C8@L0": 28.0}, size=1024),
         speed({"exact": 3.0}, run="eager"),
         speed({"exact": 4.0}, model="flux"),
     )
@@ -95,8 +94,8 @@ def test_times_belong_to_what_runs(table):
         (scene_rows.REAL,): None,
         (EXACT,): 10,
         ("M64P16C8", 0): 7,
-        (FOLDER, 0): 7.5,
-        (f"{FOLDER}@P8", 0): None,  # measured, and wrong
+        (FOLDER, 0): None,  # with other projections
+        (f"{FOLDER}@P8", 0): None,
         ("tome", 0): 8,
         ("tome", 0, 1): 8.5,
         (BUT_ONE, 0, 1): 6.25,
@@ -110,12 +109,10 @@ def test_times_belong_to_what_runs(table):
         ("AVQ 64/8, threshold 1e-4", 0, 1): 6.75,
         (OLDER, 0, 1): 7.25,
         ("AVQ 64/16/8, own codewords, 1 update, level 0", 0): 6.875,
-        (FOLDER, 0, 1): 6.125,
+        (FOLDER, 0, 1): None,
         ("limit",): 5,
         ("AVQ 64/16/8", 0, 1): 6,
-        ("AVQ 64/16/8, fastest route", 0, 1): 6.5,
         ("VQ 4", 0, 1): 5.5,
-        ("VQ 4, level 0, tuned projections", 0): 5.375,
     }
     (exact,) = (row for row in table["rows"] if row["method"] == EXACT)
     other_times = {"1024² (SD1.5; compiled)": 40, "512² (SD1.5; eager)": 3}
@@ -142,45 +139,13 @@ def test_markdown(table):
     assert cells["| AVQ 64/16/8"][1:3] == ["192", "0, 1"]
 
 
-def test_panels(table):
-    """Fails for a row without time or figure that is drawn, or labels that are the same."""
-    (fid, clip, psnr), (fid_large, clip_large, _) = table_panels(table)
-    assert [(line.label, *line.x, *line.y) for line in fid.lines] == [
-        (EXACT, 10, 20),
-        ("M64P16C8, calibrated", 7, 20),
-        ("M64P16C8, distilled, level 0", 7.5, 21),
-        ("tome, level 0", 8, 20),
-        ("tome, level 0+1", 8.5, 20),
-        ("M64P16C8, up_blocks.1 exact, calibrated", 6.25, 20),
-        ("LinFusion, distilled, level 0+1+2", 9, 20),
-        ("M4, calibrated", 5.25, 20),
-        ("M64P16C8/own, own", 6.75, 20),
-        ("M64C8T1e-4, own", 6.625, 20),
-        (f"{OLDER}, own", 7.25, 20),
-        ("M64P16C8, distilled, level 0+1", 6.125, 22),
-    ]
-    assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, *[0.5] * 8, 0]
-    assert {line.errors[0] for line in clip.lines} == {0}  # it has none; those are of FID
-    assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
-    assert [line.y[0] for line in clip.lines] == [90, 90, 89, *[90] * 8]
-    assert [line.x[0] for line in clip_large.lines] == [10]
-    assert [(line.x, line.y) for line in psnr.lines] == [([7.5], [40])]
-    assert psnr.reference is None
-    fid, *_ = table_panels(table, 1024)[0]
-    assert [line.x[0] for line in fid.lines] == [40, 28, 29]
-    with pytest.raises(ValueError, match=r"has 2 of scenes and times at the sizes \[512, 1024"):
-        table_panels(table, 2048)
-    with pytest.raises(ValueError, match="has 0 of scenes"):
-        table_panels(build(speed({"exact": 1.0})))
-
-
 def test_times_are_those_of_the_same_fields():
     """Catches a time of the default computation beside a row of another one."""
     rows = [
-        quality_row(name, "M64P16C8", "distilled", fields=fields)
+        quality_row(name, "M64P16C8", "calibrated", fields=fields)
         for name, fields in (("a", {}), ("b", {"query_tile": 16}))
     ]
-    table = build(quality(rows), speed({"M64P16C8@L0/tuned": 7.0}))
+    table = build(quality(rows), speed({"M64P16C8@L0": 7.0}))
     assert [row["ms"].get(TIMES) for row in table["rows"]] == [7.0, None]
 
 

@@ -10,11 +10,9 @@ from eval.store import plots
 from eval.store.plots import (
     COLOURS,
     MARKERS,
-    HeatMap,
     Line,
     Panel,
     bar_plot,
-    heat_maps,
     panel_plot,
 )
 
@@ -23,26 +21,25 @@ NO_PLOT = f"plots are those of {', '.join(PLOTS)}, but .* is a result of "
 
 
 @pytest.mark.parametrize(
-    ("text", "size", "message"),
+    ("text", "message"),
     [
-        ("no JSON", None, OTHERS),
-        ('{"rows": []}', None, OTHERS),
-        ('{"command": "python -m eval"}', None, OTHERS),
-        ('{"command": "python -m distill --config x"}', None, OTHERS),
-        ('{"command": "python -m eval scenes --x"}', None, f"{NO_PLOT}scenes"),
-        ('{"command": "python -m eval coco score x"}', None, f"{NO_PLOT}coco score"),
-        ('{"command": "python -m eval errors"}', 512, "a size chooses what the plot of a table"),
+        ("no JSON", OTHERS),
+        ('{"rows": []}', OTHERS),
+        ('{"command": "python -m eval"}', OTHERS),
+        ('{"command": "python -m distill --config x"}', OTHERS),
+        ('{"command": "python -m eval scenes --x"}', f"{NO_PLOT}scenes"),
+        ('{"command": "python -m eval coco score x"}', f"{NO_PLOT}coco score"),
         *(
-            (f'{{"command": "python -m eval {kind} x"}}', None, r"x\.json is not a complete result")
-            for kind in ("table", "errors", "analyse", "bench kernels")
+            (f'{{"command": "python -m eval {kind} x"}}', r"x\.json is not a complete result")
+            for kind in PLOTS
         ),
     ],
 )
-def test_other_files_are_refused(text, size, message, tmp_path):
+def test_other_files_are_refused(text, message, tmp_path):
     """Catches a KeyError that does not say which file it is."""
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        draw(tmp_path / "x.json", size=size)
+        draw(tmp_path / "x.json")
     assert not (tmp_path / "x.png").exists()
     with pytest.raises(FileNotFoundError, match=r"there is no file .*y\.json"):
         draw(tmp_path / "y.json")
@@ -82,67 +79,34 @@ def figures(monkeypatch):
 
 
 def test_lines_are_drawn_where_their_numbers_are(figures):
-    """Catches a missing number drawn as 0, axes that are exchanged or of another scale, a cut axis
-    that makes small differences large, and a legend of the other lines."""
-    lines = [Line("a", [1, 2, 4], [8, None, 2]), Line("b", [2], [3])]
-    both = Panel("both", "x", lines, [Line("b", [1, 4], [9, 1])], xscale="log", yscale="log")
-    small = Panel("small", "x", [Line("b", [0, 1], [98, 100])], ticks=["p", "q"], from_zero=True)
-    panel_plot(None, [[both, small]])
+    """Catches axes that are exchanged or of another scale, a reference that lies elsewhere, a grid
+    that is not filled, and a legend of the other lines."""
+    lines = [Line("a", [1, 2, 4], [8, 5, 2]), Line("b", [2], [3])]
+    both = Panel("both", "x", lines, xscale="log", yscale="log", reference=4, reference_x=3)
+    small = Panel("small", "x", [Line("b", [0, 1], [98, 100])])
+    panel_plot(None, [[both, small], [both], [Panel("none", "x", [])]])
     (figure,) = figures
-    first, second = figure.axes
-    faint, a, b = first.lines
-    found = [line.get_xydata().tolist() for line in (faint, a, b)]
-    assert found == [[[1, 9], [4, 1]], [[1, 8], [4, 2]], [[2, 3]]]
+    first, second, third, empty = figure.axes
+    a, b, reference, reference_x = first.lines
+    assert a.get_xydata().tolist() == [[1, 8], [2, 5], [4, 2]]
+    assert b.get_xydata().tolist() == [[2, 3]]
+    assert reference.get_ydata()[0] == 4
+    assert reference_x.get_xdata()[0] == 3
     assert (first.get_xscale(), first.get_yscale()) == ("log", "log")
     assert (second.get_xscale(), second.get_yscale()) == ("linear", "linear")
-    low, high = second.get_ylim()
-    assert low == 0 < 100 < high
-    assert [label.get_text() for label in second.get_xticklabels()] == ["p", "q"]
+    assert (third.get_title(), empty.axison) == ("both", False)
     (legend,) = figure.legends
     shown = zip(legend.get_texts(), legend.get_lines(), strict=True)
     assert [(text.get_text(), line.get_color()) for text, line in shown] == [
         ("a", a.get_color()),
         ("b", b.get_color()),
     ]
-    assert a.get_color() != b.get_color() == faint.get_color() == second.lines[0].get_color()
-
-
-def test_error_bars_and_reference_are_drawn_where_their_numbers_are(figures):
-    """Catches bars of another length or direction, a reference that lies elsewhere, a grid that is
-    not filled, and a legend that lacks a label."""
-    panels = [
-        Panel("a", "x", [Line("m", [1], [20], [3])], reference=15),
-        Panel("b", "x", [Line("n", [2], [5], [1])]),
-    ]
-    panel_plot(None, [panels, panels])
-    (figure,) = figures
-    for first, second in (figure.axes[:2], figure.axes[2:]):
-        point, _, (bar,) = first.containers[0]
-        assert point.get_xydata().tolist() == [[1, 20]]
-        assert [segment.tolist() for segment in bar.get_segments()] == [[[1, 17], [1, 23]]]
-        dashed = [line for line in first.lines if line.get_linestyle() == "--"]
-        assert [line.get_ydata()[0] for line in dashed] == [15]
-        assert second.containers[0][0].get_xydata().tolist() == [[2, 5]]
-        assert not [line for line in second.lines if line.get_linestyle() == "--"]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["m", "n"]
-
-
-def test_numbers_of_a_heat_map_stand_in_their_cells(figures):
-    """Catches the colours of a short row that are those of other columns than its numbers, and a
-    scale of colours for each map."""
-    maps = [HeatMap("a", ["x", "y"], [[0.25, 0.75], [0.5]]), HeatMap("b", ["x"], [[0.4]])]
-    heat_maps(None, maps, xlabel="h", label="c")
-    first, second, _ = figures[0].axes
-    assert first.images[0].get_array().tolist() == [[0.25, 0.75], [0.5, None]]
-    assert first.images[0].get_clim() == second.images[0].get_clim() == (0, 1)
-    cells = {text.get_position(): text.get_text() for text in first.texts}
-    assert cells == {(0, 0): "0.25", (1, 0): "0.75", (0, 1): "0.50"}
+    assert a.get_color() != b.get_color() == second.lines[0].get_color()
 
 
 def test_bars_are_drawn_where_their_numbers_are(figures):
     """Catches a bar beside another's name."""
-    bar_plot(None, {"panel": {"long": 3.0, "short": 1.0}}, xlabel="x", title="t")
+    bar_plot(None, {"panel": {"long": 3.0, "short": 1.0}}, xlabel="x")
     (axes,) = figures[0].axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     bars = [(bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in axes.patches]

@@ -9,9 +9,8 @@ from importlib.metadata import version
 import pytest
 from eval_helpers import failed_command
 
-from avq_diffusers.mini import MINI_CODEBOOKS
-from eval.commands.options import command_line
 from eval.store import report
+from eval.store.report import command_line
 
 
 def test_a_digest_is_of_what_lies_in_the_folder(tmp_path):
@@ -107,7 +106,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     [
         (
             "compare --methods nothing",
-            "methods must be exact, value-projection, tome, fa2, cudnn, limit, linfusion, folders",
+            "methods must be exact, value-projection, tome, limit, linfusion, folders",
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         (
@@ -117,12 +116,6 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),
-        ("analyse heads tails", "analyses are heads, layers, utilisation, order, importance, but"),
-        ("analyse layers --methods exact", "needs methods that have codewords, but got 'exact'"),
-        (
-            f"analyse layers order --methods {MINI_CODEBOOKS}@P0",
-            "the analysis order needs methods that refine parents, but got",
-        ),
         ("errors --size 500", "eval: --size must be a multiple of 64, but got 500."),
         ("keys", "eval: there is no runs/vit; --download fetches it."),
         ("keys --sizes 518,14", "eval: --sizes must be at least 64, but got 14."),
@@ -133,12 +126,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ),
         ("vision features", "eval: there is no runs/vit; --download fetches it."),
         ("vision features --methods pooled@64", "methods here are exact, value-projection and"),
-        ("vision features --methods M8/fastest", "methods here are exact, value-projection and"),
         ("vision features --sizes 14", "eval: --sizes must be at least 64, but got 14."),
         ("vision data detection", "segmentation, classification, but got 'detection'"),
         ("vision data segmentation --size 65", "size must be a multiple of 64, but got 65"),
         ("vision table none", "eval: there is no file none."),
-        ("vision analyses none", "eval: there is no file none."),
     ],
 )
 def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):

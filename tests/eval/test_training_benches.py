@@ -81,7 +81,7 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
 def test_ablate(model, tmp_path):
     """Catches variants that do not reach the run."""
     arguments = ["--config", RUN_CONFIG, "--model", model, "--runs", tmp_path / "runs"]
-    arguments += ["--output", tmp_path, "--images", 2, "--timesteps", 1, "--refined", "2"]
+    arguments += ["--output", tmp_path, "--images", 2, "--timesteps", 1]
     arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
     arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
     result = CliRunner().invoke(app, ["ablate", *map(str, arguments)])
@@ -103,7 +103,6 @@ def test_ablate(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--refined", "-1"], "--refined must be numbers"),
         (["--device", "tpu"], "--device tpu cannot be used"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),

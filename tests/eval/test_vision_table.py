@@ -1,11 +1,11 @@
-"""`python -m eval vision table` and `analyses`: rows of `distill.vision` as tables and plots."""
+"""`python -m eval vision table`: rows of `distill.vision` as a table."""
 
 import json
 
 import pytest
 from eval_helpers import failed_command, run_command
 
-from eval.vision.fine_tuned import differences, fine_tuned_panels, fine_tuned_table, read_rows
+from eval.vision.fine_tuned import differences, fine_tuned_table, read_rows
 
 TEACHER = {"name": "teacher", "attention": "exact", "step": 9, "score": 80.0}
 
@@ -53,61 +53,15 @@ def test_seeds_are_joined_and_pairs_are_of_one_seed(path):
     assert (pair["avq"], pair["flat"]) == ("M4P2C2", "M9")
     assert pair["difference"] == pytest.approx(2.5)
     assert pair["error"] == pytest.approx(1.5)
-    ((untrained, fine_tuned),) = fine_tuned_panels(result)
-    assert [line.y for line in fine_tuned.lines] == [[71.0], [68.5]]
-    assert [line.y for line in untrained.lines] == [[10.0], [5.0]]
-    assert fine_tuned.reference == 80.0
 
 
 def test_command_and_its_errors(path, monkeypatch, capsys, tmp_path):
     run_command(monkeypatch, "vision", "table", path, "--output", tmp_path)
     assert "M4P2C2 minus M9: 2.50 ± 1.50" in capsys.readouterr().out
-    assert (tmp_path / "vision_run.png").is_file()
+    assert (tmp_path / "vision_run.json").is_file()
     for content, message in (
         (json.dumps(TEACHER) + "\n", "has no rows of attentions and their teacher"),
         ('{"step": 1}\n', "is not a complete result (KeyError"),
     ):
         path.write_text(content)
         assert message in failed_command(monkeypatch, capsys, "vision", "table", path)[1]
-
-
-HEADS = [
-    {"layer": layer, "head": head, "capture": 0.2 + layer + head}
-    for layer in range(2)
-    for head in range(2)
-]
-ANALYSES = {
-    "attention": "M4P2C2",
-    "metric": "top1",
-    "environment": {"device": "a GPU"},
-    "rows": [
-        {"analysis": "elastic", "num_refined": 1, "score": 70.0, "capture": 0.4},
-        {"analysis": "importance", "num_refined": 1, "exact": 0.4, "tiled": 0.3, "best": 0.5},
-        {"analysis": "order", "order": "gilbert", "query_tile": 64, "score": 71.0},
-        {"analysis": "order", "order": "gilbert", "query_tile": 32, "score": 72.0},
-        *({"analysis": "layers", "commitment": 3.0, "active_ratio": 1.0, **x} for x in HEADS),
-    ],
-}
-
-
-def test_analyses(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "run" / "analyses.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(ANALYSES))
-    run_command(monkeypatch, "vision", "analyses", path, "--output", tmp_path)
-    printed = capsys.readouterr().out
-    for line in (
-        "| 1 | 70 | 0.4 |",
-        "| query order | query tile | top-1, % |",
-        "| gilbert | 64 | 71 |",
-        "| 1 | 0.3 | 0.4 | 0.5 |",
-        "| 1 | 1.7 | 3 | 1 |",
-    ):
-        assert line in printed
-    result = json.loads((tmp_path / "vision_analyses_run.json").read_text())
-    assert result["run"] == {"device": "a GPU"}
-    assert (tmp_path / "vision_analyses_run.png").is_file()
-    for content in ("[]", '{"rows": []}'):
-        path.write_text(content)
-        _, told = failed_command(monkeypatch, capsys, "vision", "analyses", path)
-        assert "is not a file from python -m distill.vision analyse" in told
