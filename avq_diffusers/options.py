@@ -91,14 +91,16 @@ def read_prompts(option: str, path: Path) -> list[str]:
     return prompts
 
 
-def device_of(name: str) -> "torch.device":
-    """Return the device of this name.
+def device_of(name: str | None) -> "torch.device":
+    """Return the device of this name; None takes the fastest available.
 
     Raises:
         ValueError: this machine has no such device.
     """
     import torch
 
+    if name is None:
+        name = next((x for x in ("cuda", "mps") if getattr(torch, x).is_available()), "cpu")
     try:
         return torch.empty(0, device=name).device
     except (AssertionError, RuntimeError) as error:

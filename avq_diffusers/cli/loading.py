@@ -36,11 +36,8 @@ def load_pipeline(
         ValueError: the device is unavailable, or the model cannot be loaded, has no single training
             size, or needs more than a prompt.
     """
-    if device is None:
-        device = next(
-            (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
-        )
-    if device_of(device).type != "cuda":
+    place = device_of(device)
+    if place.type != "cuda":
         dtype = dtype or "float32"
     chosen = None if dtype is None else getattr(torch, dtype)
     try:
@@ -62,7 +59,7 @@ def load_pipeline(
         )
     if has_unet(pipe):
         _check_unet(pipe, model)
-    return pipe.to(device)
+    return pipe.to(place)
 
 
 def _check_unet(pipe: DiffusionPipeline, model: str) -> None:

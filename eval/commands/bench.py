@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.options import device_of, dtype_name, numbers_of
-from eval.commands.options import Device, Output
+from eval.commands.options import Device, Output, Overrides
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
 
 @app.command("attention")
 def bench_attention_command(
-    device: Device = "cpu",
+    device: Device = None,
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,4096,16384,65536",
     config: Annotated[str, typer.Option(help="Codebook sizes.")] = "M64P16C8",
     dtype: Annotated[
@@ -52,7 +52,7 @@ def bench_attention_command(
 
 @app.command("kernels")
 def bench_kernels_command(
-    device: Device = "cuda",
+    device: Device = None,
     parts: Annotated[
         str, typer.Option(help="Comma-separated: table, sd15, joint, scaling.")
     ] = "table,sd15,joint,scaling",
@@ -63,7 +63,7 @@ def bench_kernels_command(
     All but the last also have rows with codewords from the call's own keys. Without CUDA, sizes are
     tiny.
 
-    Example: python -m eval bench kernels --device cuda --parts table,sd15
+    Example: python -m eval bench kernels --parts table,sd15
     """
     from eval.benchmarks.parts import KERNEL_PARTS
 
@@ -77,17 +77,17 @@ def bench_kernels_command(
 
 
 @app.command("gradients")
-def bench_gradients_command(device: Device = "cuda", output: Output = RESULTS) -> None:
+def bench_gradients_command(device: Device = None, output: Output = RESULTS) -> None:
     """Time attention with gradients, as in training, against exact attention.
 
     Half precision on a GPU; on a CPU one small size in float32.
 
-    Example: python -m eval bench gradients --device cuda
+    Example: python -m eval bench gradients
     """
     _run_sized("gradients", "bench_gradients", device, output)
 
 
-def _run_sized(part: str, name: str, device: str, output: Path) -> None:
+def _run_sized(part: str, name: str, device: str | None, output: Path) -> None:
     """Run a part at its own sizes."""
     from eval.benchmarks.contenders import Bench
     from eval.benchmarks.kernels import run_part
@@ -144,7 +144,7 @@ def bench_variants_command(
 
 @app.command("steps")
 def bench_steps_command(
-    device: Device = "cuda",
+    device: Device = None,
     models: Annotated[
         str,
         typer.Option(
@@ -177,7 +177,7 @@ def bench_steps_command(
     Networks have random weights and the thresholds that give AVQ the columns of trained ones.
     Without CUDA they are tiny.
 
-    Example: python -m eval bench steps --device cuda --models sd15@1024,flux@2048 --seconds 300
+    Example: python -m eval bench steps --models sd15@1024,flux@2048 --seconds 300
     """
     from eval.benchmarks.steps import cases_of, run_steps
 
@@ -189,7 +189,7 @@ def bench_steps_command(
 
 @app.command("parallel")
 def bench_parallel_command(
-    device: Device = "cuda",
+    device: Device = None,
     models: Annotated[
         str, typer.Option(help="Comma-separated: wan, minimax-h3, with random weights.")
     ] = "wan,minimax-h3",
@@ -200,16 +200,17 @@ def bench_parallel_command(
     Wan 14B at 720 lines and MiniMax-H3 at 345 frames, in bf16; without CUDA, tiny ones. Start one
     process per GPU with torchrun.
 
-    Example: torchrun --nproc-per-node 2 -m eval bench parallel --device cuda
+    Example: torchrun --nproc-per-node 2 -m eval bench parallel
     """
     from eval.benchmarks.parallel import SIDES, run_parallel
 
     names = models.split(",")
     if unknown := [name for name in names if name not in SIDES]:
         raise ValueError(f"--models must be some of {', '.join(SIDES)}, but got {unknown[0]!r}.")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, but got {device!r}.")
-    run_parallel(names, device, output)
+    kind = device_of(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, but got {kind}.")
+    run_parallel(names, kind, output)
 
 
 @app.command("distill")
@@ -229,7 +230,7 @@ def bench_distill_command(
     rounds: Annotated[
         int, typer.Option(min=1, help="Runs per row, in turns, if the host's speed varies.")
     ] = 1,
-    overrides: Annotated[list[str], typer.Option("--set", help="key=value, for the run.")] = (),
+    overrides: Overrides = (),
     output: Output = RESULTS,
 ) -> None:
     """Time the training step at SD1.5's size, with short runs of the real command.

@@ -10,13 +10,20 @@ from avq_diffusers.mini import usual_prompts
 from avq_diffusers.options import Dilated, device_of, finite, multiple_of, numbers_of, read_prompts
 from distill.scenes import TEST_SEEDS, write_coco
 from eval.commands.options import (
+    Batch,
     Compiled,
     Device,
+    Images,
     Levels,
     Model,
     Output,
+    PNDMSteps,
+    Scorer,
+    Size,
 )
-from eval.store.report import RESULTS, SCORER, save_json
+from eval.store.report import RESULTS, save_json
+
+BATCH = 8  # on a GPU; a CPU makes one image at a time
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,30 +46,30 @@ def coco_generate_command(
         str, typer.Option(help="exact, a configuration to calibrate, or a folder; as in `scenes`.")
     ] = "exact",
     model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    images: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
+    images: Images = 30_000,
     draw_seed: Annotated[int, typer.Option(help="Seed for drawing from annotations.")] = 0,
     size: Annotated[
         int, typer.Option(callback=multiple_of(8), help="Side of the images, a multiple of 8.")
     ] = 512,
     dilated: Dilated = False,
     compiled: Compiled = False,
-    steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
-    guidance: Annotated[float, typer.Option(callback=finite, help="Guidance scale.")] = 7.5,
+    steps: PNDMSteps = 25,
+    guidance_scale: Annotated[
+        float, typer.Option(callback=finite, help="Classifier-free guidance.")
+    ] = 7.5,
     levels: Levels = "0",
     calibration: Annotated[
         Path | None,
         typer.Option(help="Text file of prompts to calibrate on; else those of `avq calibrate`."),
     ] = None,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Images per batch on a GPU; a CPU makes one at a time.")
-    ] = 8,
-    device: Device = "cpu",
+    batch: Batch = None,
+    device: Device = None,
 ) -> None:
     """Generate the images of one row: image i has caption i and noise from seed i.
 
     If it is killed, run the same command again, on any number of GPUs. The safety checker is off.
 
-    Example: python -m eval coco generate runs/exact --captions captions.txt --device cuda
+    Example: python -m eval coco generate runs/exact --captions captions.txt
 
     On 8 GPUs: accelerate launch --num_processes 8 -m eval coco generate ... (the same options)
     """
@@ -80,9 +87,9 @@ def coco_generate_command(
         calibration_prompts=prompts,
         settings=Sampling(
             num_inference_steps=steps,
-            guidance_scale=guidance,
+            guidance_scale=guidance_scale,
             size=size,
-            batch_size=batch,
+            batch_size=batch or BATCH,
             is_dilated=dilated,
             is_compiled=compiled,
         ),
@@ -94,10 +101,7 @@ def coco_generate_command(
 def coco_score_command(
     folders: Annotated[list[Path], typer.Argument(help="From `generate`, one per row.")],
     real: Annotated[Path, typer.Option(help="Folder of real images, such as coco/val2014.")],
-    scorer: Annotated[
-        str | None,
-        typer.Option(help=f"Folder of a CLIP-style scorer, in place of both networks: {SCORER}"),
-    ] = None,
+    scorer: Scorer = None,
     images: Annotated[
         int | None, typer.Option(min=2, help="Only score the first ones, for FID-5k.")
     ] = None,
@@ -108,16 +112,16 @@ def coco_score_command(
             "an FID of patches, which sees fine detail."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images per batch in a network.")] = 64,
+    batch: Batch = 64,
     threads: Annotated[int, typer.Option(min=1, help="Threads that read images.")] = 8,
     cache: Annotated[Path | None, typer.Option(help="Folder for features of real images.")] = None,
-    device: Device = "cpu",
+    device: Device = None,
     name: Annotated[str, typer.Option(help="Name of the file to write.")] = "coco",
     output: Output = RESULTS,
 ) -> None:
     """FID, KID and CLIP score of folders of images, all made from the same captions.
 
-    Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014 --device cuda
+    Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014
     """
     from functools import partial
 
@@ -131,12 +135,12 @@ def coco_score_command(
     )
     from eval.quality.protocol import deviations
 
-    chosen = read_folders(folders, images)
+    chosen, place = read_folders(folders, images), device_of(device)
     scored, remarks = [], []
     scores = score_folders(
         chosen,
         real,
-        partial(load_networks, scorer, device_of(device), batch, threads),
+        partial(load_networks, scorer, place, batch, threads),
         cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
         patches=patches,
     )
@@ -148,7 +152,7 @@ def coco_score_command(
         remarks = [*dict.fromkeys(remarks)]
         save_json(
             output / f"{name}.json",
-            device=device,
+            device=place,
             generation=chosen[0].shared,
             made_with=[
                 [made["environment"] for made in (*x.manifest["earlier_sessions"], x.manifest)]
@@ -185,9 +189,7 @@ def coco_write_command(
         int,
         typer.Option(min=0, max=len(TEST_SEEDS) - 1, help="The first of mini-sd's test scenes."),
     ] = 0,
-    size: Annotated[
-        int, typer.Option(callback=multiple_of(64), help="Side of the images, a multiple of 64.")
-    ] = 256,
+    size: Size = 256,
 ) -> None:
     """Write test scenes as a dataset in COCO's format: images, annotations with captions.
 

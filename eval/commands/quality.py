@@ -9,23 +9,29 @@ import typer
 
 from avq_diffusers.files import sha256
 from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
-from distill.scenes import IMAGE_SIZE, TEST_SEEDS, sample_scene
+from distill.scenes import IMAGE_SIZE
 from eval.commands.options import (
     AnyModel,
+    Batch,
     Compiled,
     Device,
     Dtype,
     Images,
     Levels,
     Methods,
-    Model,
     Output,
+    Prompts,
+    Scorer,
     Size,
+    Steps,
+    Tolerances,
     calibration_prompts,
+    held_out_scenes,
     load_pipeline,
     result_name,
+    usual_dtype,
 )
-from eval.commands.stored import draw
+from eval.commands.stored import draw, publish
 from eval.store.report import (
     RESULTS,
     SCORER,
@@ -45,29 +51,29 @@ app = typer.Typer()
 def compare_command(
     methods: Methods = "M64P16C8,M192,M4,value-projection",
     model: AnyModel = "mini-sd",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts: captions of test scenes.")] = 8,
+    prompts: Prompts = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per prompt.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    steps: Steps = 25,
     levels: Levels = "0",
     size: Size = None,
     dilated: Dilated = False,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """Compare each method's images with exact attention's for the same prompts and seeds.
 
     Also writes a sheet with four prompts per method.
 
-    Example: python -m eval compare --methods M64P16C8,M192 --device cuda
+    Example: python -m eval compare --methods M64P16C8,M192
 
-    At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
+    At twice the size: python -m eval compare --size 512 --scalecrafter
     """
     from eval.quality.compare import compare, compare_sheet, compare_table
     from eval.quality.generation import Sampling, dilation_facts
 
-    numbers = numbers_of("--levels", levels)
-    pipe = load_pipeline(model, device)
-    chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
+    numbers, place = numbers_of("--levels", levels), device_of(device)
+    pipe = load_pipeline(model, place)
+    chosen = [scene.caption for scene in held_out_scenes(prompts)]
     settings = Sampling(num_inference_steps=steps, size=size, is_dilated=dilated)
     rows, images = compare(
         pipe,
@@ -78,11 +84,11 @@ def compare_command(
         levels=numbers,
         calibration_prompts=calibration_prompts(),
     )
-    print(compare_table(rows))
     name = result_name("compare", model, numbers, size, dilated)
-    save_json(
+    publish(
         output / f"{name}.json",
-        device=device,
+        compare_table(rows),
+        device=place,
         prompts=chosen,
         num_seeds=seeds,
         num_inference_steps=steps,
@@ -95,27 +101,23 @@ def compare_command(
 
 @app.command("tolerance")
 def tolerance_command(
-    tolerances: Annotated[
-        str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
-    ] = "0.003,0.005,0.01,0.02,0.05,0.1",
-    methods: Annotated[
-        str, typer.Option(help="Methods to compare with, such as M64P16C8/own,tome@.5.")
-    ] = "M64P16C8/own,M192/own,M384/own",
-    model: Model = "mini-sd",
+    tolerances: Tolerances = "0.003,0.005,0.01,0.02,0.05,0.1",
+    methods: Methods = "M64P16C8/own,M192/own,M384/own",
+    model: AnyModel = "mini-sd",
     probed: Annotated[int, typer.Option(min=1, help="Prompts to probe.")] = 4,
-    prompts: Annotated[int, typer.Option(min=1, help="Other prompts, to measure on.")] = 24,
+    prompts: Prompts = 24,
     steps: Annotated[
         str, typer.Option(help="Denoising steps of the images, comma-separated.")
     ] = "4,8,25",
     levels: Levels = "0,1",
     size: Size = None,
     dtype: Dtype = None,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """Thresholds by their effect on the output against one, on prompts that were not probed.
 
-    Example: python -m eval tolerance --methods M64P16C8/own,tome@.25,tome@.5 --device cuda
+    Example: python -m eval tolerance --methods M64P16C8/own,tome@.25,tome@.5
     """
     from avq_diffusers import AVQConfig
     from avq_diffusers.mini.loading import usual_guidance
@@ -124,9 +126,9 @@ def tolerance_command(
     from eval.store.plots import panel_plot
 
     numbers = numbers_of("--levels", levels)
-    limits = tolerances_of("--tolerances", tolerances)
-    pipe = load_pipeline(model, device, dtype or ("float16" if "cuda" in device else "float32"))
-    chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
+    limits, place = tolerances_of("--tolerances", tolerances), device_of(device)
+    pipe = load_pipeline(model, place, dtype or usual_dtype(place))
+    chosen = [scene.caption for scene in held_out_scenes(prompts)]
     profile, rows = measure_tolerances(
         pipe,
         limits,
@@ -137,11 +139,11 @@ def tolerance_command(
         Sampling(size=size, guidance_scale=usual_guidance(pipe)),
         numbers_of("--steps", steps),
     )
-    print(tolerance_table(rows))
     path = output / f"{result_name('tolerance', model, numbers, size)}.json"
-    save_json(
+    publish(
         path,
-        device=device,
+        tolerance_table(rows),
+        device=place,
         dtype=str(pipe.dtype).removeprefix("torch."),
         num_probed=probed,
         num_prompts=prompts,
@@ -156,7 +158,7 @@ def tolerance_command(
 def scenes_command(
     methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
     model: AnyModel = "mini-sd",
-    scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
+    scorer: Scorer = SCORER,
     images: Images = 5000,
     first_seed: Annotated[
         int,
@@ -164,20 +166,17 @@ def scenes_command(
             min=0, max=LARGEST_SEED, help="Noise seed of the first image; then counting up."
         ),
     ] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Images per batch; by default 64 on a GPU, else 4."),
-    ] = None,
+    steps: Steps = 25,
+    batch: Batch = None,
     levels: Levels = "0",
-    size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = IMAGE_SIZE,
+    size: Size = IMAGE_SIZE,
     dilated: Dilated = False,
     compiled: Compiled = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Keep this run's finished rows, and the images of `exact`."),
     ] = False,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
@@ -186,21 +185,20 @@ def scenes_command(
     averages runs with different seeds. It also joins runs with one seed, so that several GPUs can
     share the methods.
 
-    Example: python -m eval scenes --images 5000 --device cuda
+    Example: python -m eval scenes --images 5000
 
-    At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
+    At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16
     """
     from avq_diffusers.mini.loading import usual_guidance
     from eval.methods.registry import EXACT
     from eval.quality.generation import Sampling, dilation_facts
-    from eval.quality.metrics import Scorer
+    from eval.quality.metrics import Scorer as SceneScorer
     from eval.quality.scene_rows import finished_rows, resumable, scenes_table
     from eval.quality.scenes import Trial, score_methods
 
-    is_cuda = device_of(device).type == "cuda"
-    dtype = "float16" if is_cuda else "float32"
-    batch = batch or (64 if is_cuda else 4)
-    drawn = [sample_scene(seed) for seed in TEST_SEEDS[: 2 * images]]
+    place = device_of(device)
+    dtype, batch = usual_dtype(place), batch or (64 if place.type == "cuda" else 4)
+    drawn = held_out_scenes(2 * images)
     trial = Trial(
         methods=methods.split(","),
         scenes=drawn[:images],
@@ -216,7 +214,7 @@ def scenes_command(
         levels=numbers_of("--levels", levels),
         first_seed=first_seed,
     )
-    pipe = load_pipeline(model, device, dtype)
+    pipe = load_pipeline(model, place, dtype)
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
@@ -239,15 +237,15 @@ def scenes_command(
     exact_images = path.with_suffix(".exact.npy")
     if resume and path.exists():
         document = read_result(path).document
-        finished = finished_rows(document, protocol | environment(device))
+        finished = finished_rows(document, protocol | environment(place))
         exact_digest = document.get("exact_images_sha256")
         if EXACT in finished and sha256(exact_images) not in (None, exact_digest):
             raise ValueError(
                 f"{exact_images} is not the file that this run saved; delete it to generate its "
                 f"images again."
             )
-    rows = []
-    for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished, exact_images):
+    rows, judge = [], SceneScorer(scorer).to(place)
+    for row in score_methods(pipe, trial, judge, finished, exact_images):
         rows.append(row)
         if row["method"] == EXACT:
             exact_digest = sha256(exact_images)
@@ -257,7 +255,7 @@ def scenes_command(
         kept = [row for name, row in finished.items() if name in later]
         save_json(
             path,
-            device=device,
+            device=place,
             **protocol,
             **resumable([*rows, *kept], exact_digest),
         )
@@ -308,8 +306,7 @@ def table_command(
     from eval.quality.method_table import build_table, quality_table
 
     table = build_table(found)
-    print(quality_table(table))
-    save_json(output / f"{name}.json", device="cpu", **table)
+    publish(output / f"{name}.json", quality_table(table), **table)
 
 
 @app.command("plot")

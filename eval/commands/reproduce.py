@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.options import numbers_of
-from eval.commands.options import Device, Model
+from avq_diffusers.options import device_of, numbers_of
+from eval.commands.options import Device, Images, Model, Overrides, PNDMSteps, Scorer
 
 app = typer.Typer(no_args_is_help=True, help="Make a published table, from downloads to metrics.")
 
@@ -23,8 +23,8 @@ def sd15_command(
     sizes: Annotated[
         str, typer.Option(help="The training size, then sizes that run ScaleCrafter.")
     ] = "512,1024",
-    images: Annotated[int, typer.Option(min=2, help="Images per row.")] = 30_000,
-    steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
+    images: Images = 30_000,
+    steps: PNDMSteps = 25,
     processes: Annotated[
         int, typer.Option(min=1, help="Processes that train and generate, one per GPU.")
     ] = 1,
@@ -35,16 +35,12 @@ def sd15_command(
     real: Annotated[
         Path | None, typer.Option(help="Folder of real images, in place of the download.")
     ] = None,
-    scorer: Annotated[
-        str | None, typer.Option(help="Folder of a CLIP-style scorer, in place of both networks.")
-    ] = None,
-    overrides: Annotated[
-        list[str], typer.Option("--set", help="key=value, for every distillation.")
-    ] = (),
+    scorer: Scorer = None,
+    overrides: Overrides = (),
     only_plan: Annotated[
         bool, typer.Option("--plan", help="Print the steps with hours and disk space, and stop.")
     ] = False,
-    device: Device = "cuda",
+    device: Device = None,
 ) -> None:
     """The paper's table of SD1.5 on COCO: downloads, distils, generates, scores.
 
@@ -69,7 +65,7 @@ def sd15_command(
         steps=steps,
         overrides=overrides,
         processes=processes,
-        device=device,
+        device=device_of(device).type,
     )
     chosen = plan(request)
     print(plan_table(request, chosen), flush=True)

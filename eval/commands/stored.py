@@ -16,7 +16,7 @@ PLOTS = {
 }
 
 
-def publish(path: Path, table: str, *, device: str, **content: Any) -> None:
+def publish(path: Path, table: str, *, device: Any = "cpu", **content: Any) -> None:
     """Print a result's table, then write the result and, if it has one, its plot."""
     print(table)
     save_json(path, device=device, **content)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.mini import model_path
-from avq_diffusers.options import tolerances_of
-from eval.commands.keys import SMALLEST, VIT, Download, folder_of, load, result_path, sides_of
-from eval.commands.options import Device, Output
+from avq_diffusers.options import device_of, tolerances_of
+from eval.commands.keys import SMALLEST, VIT, folder_of, load, result_path, sides_of
+from eval.commands.options import Device, Download, Methods, Output, Tolerances
 from eval.commands.stored import draw, publish
 from eval.store.report import RESULTS, save_json
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 FEATURE_METHODS = (
@@ -66,28 +67,21 @@ def data(
 
 @app.command()
 def features(
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: exact, value-projection (the control), configurations with "
-            "codewords from the call's own keys (M64C8T1e-4, M64P16C8/own, M192/own, "
-            "M64P16C8@P8/own) or calibrated on other photographs (M64P16C8, M64P16C8/means)."
-        ),
-    ] = FEATURE_METHODS,
+    methods: Methods = FEATURE_METHODS,
     model: Model = VIT,
     download: Download = False,
     sizes: Annotated[str, typer.Option(help="Sides of the images.")] = "518,1036,1554",
     images: Annotated[
         int, typer.Option(min=1, max=8, help="Photographs to measure on; others calibrate.")
     ] = 3,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """Features and salient pixels with AVQ in all layers, without training.
 
     On a GPU also the time of the forward pass, in float16. The file is written after each method.
 
-    Example: python -m eval vision features --download --sizes 518,1036,1554 --device cuda
+    Example: python -m eval vision features --download --sizes 518,1036,1554
     """
     from eval.keys.measuring import measured_method
     from eval.keys.vit import load_decoder
@@ -97,11 +91,11 @@ def features(
     for name in names:
         measured_method(name, WORDS)
     sides = sides_of(sizes)
-    loaded = load_vision(model, download, device)
+    loaded = load_vision(model, download, device_of(device))
     decoder = load_decoder(folder_of(model))
     decoder = decoder and decoder.to(loaded.device)
     path = result_path(output, "vision_features", model, loaded.device.type)
-    facts = {"device": device, "num_images": images, "dtype": str(loaded.dtype)}
+    facts = {"device": loaded.device, "num_images": images, "dtype": str(loaded.dtype)}
     rows = []
     for size in sides:
         for row in measure_features(loaded, size, images, names, decoder):
@@ -113,33 +107,31 @@ def features(
 
 @app.command()
 def tolerance(
-    tolerances: Annotated[
-        str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
-    ] = "0.01,0.02,0.05",
+    tolerances: Tolerances = "0.01,0.02,0.05",
     model: Model = VIT,
     download: Download = False,
     size: Annotated[int, typer.Option(min=SMALLEST, help="Side of the images.")] = 518,
     probed: Annotated[int, typer.Option(min=1, max=4, help="Photographs to probe.")] = 4,
     images: Annotated[int, typer.Option(min=1, max=7, help="Others, to measure on.")] = 7,
-    device: Device = "cpu",
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
     """Thresholds by their effect on the features against one, on photographs not probed.
 
-    Example: python -m eval vision tolerance --download --device cuda
+    Example: python -m eval vision tolerance --download
     """
     from eval.quality.tolerance import tolerance_table
     from eval.vision.profile_plot import plot_profile
     from eval.vision.tolerance import measure_tolerances
 
     limits = tolerances_of("--tolerances", tolerances)
-    loaded = load_vision(model, download, device)
+    loaded = load_vision(model, download, device_of(device))
     profile, rows = measure_tolerances(loaded, limits, size, probed, images)
-    print(tolerance_table(rows))
     path = result_path(output, "vision_tolerance", model, str(size), loaded.device.type)
-    save_json(
+    publish(
         path,
-        device=device,
+        tolerance_table(rows),
+        device=loaded.device,
         size=size,
         num_probed=probed,
         num_images=images,
@@ -167,10 +159,10 @@ def table(
     ]
     path = output / f"vision_{rows.resolve().parent.name}.json"
     shown = "\n".join([fine_tuned_table(result), "", *lines])
-    publish(path, shown, device="cpu", **result, differences=found)
+    publish(path, shown, **result, differences=found)
 
 
-def load_vision(model: str, download: bool, device: str) -> "PreTrainedModel":
+def load_vision(model: str, download: bool, device: "torch.device") -> "PreTrainedModel":
     """Load a vision model, in float16 on a GPU.
 
     Raises:

@@ -328,7 +328,7 @@ def test_scalecrafter_dilates_beyond_the_training_size(place):
     ("changes", "keys"),
     [
         ({"steps": 3}, "num_inference_steps"),
-        ({"size": 128, "guidance": 3.0, "compile": None}, "compiled, guidance_scale, size"),
+        ({"size": 128, "guidance-scale": 3.0, "compile": None}, "compiled, guidance_scale, size"),
         ({"draw_seed": 1, "images": 6}, "captions, captions_sha256, num_images"),
         ({"method": "value-projection", "levels": "0,1"}, "levels, method"),
         ({}, "model_sha256"),
@@ -354,7 +354,7 @@ def test_a_folder_of_another_configuration_is_refused(place, exact, changes, key
     ("changes", "message"),
     [
         ({"size": 100}, "--size must be a multiple of 8, but got 100"),
-        ({"guidance": "nan"}, "--guidance must be finite, but got nan"),
+        ({"guidance-scale": "nan"}, "--guidance-scale must be finite, but got nan"),
         ({"method": "no/such"}, "there is no folder no/such"),
         ({"scalecrafter": None}, "size"),
         ({"calibration": os.devnull}, "--calibration /dev/null holds no prompt"),

@@ -5,10 +5,14 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 from eval_helpers import failed_command
 
+from avq_diffusers.options import Dilated
+from eval.__main__ import app
+from eval.commands import options
 from eval.store import report
 from eval.store.report import command_line
 
@@ -140,6 +144,28 @@ def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, ar
     assert code == 2
     assert message in last
     assert not (tmp_path / "results").exists()
+
+
+def commands_of(group):
+    for command in group.registered_commands:
+        yield command.callback
+    for inner in group.registered_groups:
+        yield from commands_of(inner.typer_instance)
+
+
+def test_commands_share_their_options():
+    """Catches an option that a command writes again, and a command that nobody can survey."""
+    shared = [Dilated, *(x for x in vars(options).values() if get_origin(x) is Annotated)]
+    seen = {}
+    for command in commands_of(app):
+        hints = get_type_hints(command, include_extras=True)
+        own = [name for name, hint in hints.items() if name != "return" and hint not in shared]
+        assert len(own) <= 8, command.__name__
+        seen[command.__name__] = hints
+    assert len(seen) > 20
+    for option in ("device", "dilated", "model", "steps", "guidance"):
+        named = {name for hints in seen.values() for name in hints if name.startswith(option)}
+        assert len(named - {"models"}) == 1, named
 
 
 @pytest.mark.long
