@@ -1,8 +1,11 @@
 """The configuration of a distillation run."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.config import check_text
@@ -14,13 +17,12 @@ from distill.config_file import (
     Natural,
     Positive,
     Seed,
-    Values,
     Weight,
     plain_values,
 )
 from distill.data.config import DataConfig
 
-Side = Annotated[int, Values(lambda x: x >= 8 and x % 8 == 0, "a multiple of 8")]
+Side = Annotated[int, Field(strict=True, ge=8, multiple_of=8)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,6 @@ class SampleConfig(Config):
     guidance_scale: Finite = 7.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.prompts:
             raise ValueError("prompts must hold at least one prompt, but got none.")
         for prompt in self.prompts:
@@ -195,7 +196,6 @@ class DistillConfig(Config):
         return {**values, "avq": plain_values(chosen)}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._check_codewords()
 
     @property

@@ -1,30 +1,20 @@
 """Configurations: frozen dataclasses, and YAML files that state what differs from their defaults.
 
-A field's type defines its valid values: `steps: Count`, `precision: Literal["fp32", "bf16"]`.
+Pydantic checks fields against their types: `steps: Count`, `precision: Literal["fp32", "bf16"]`.
 Nested dataclasses are sections of the file. `base: NAME.yaml` names a file in the same folder that
 this one starts from; sections are merged, other values replaced.
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import NoneType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, TypeVar
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.options import LARGEST_SEED
@@ -35,27 +25,19 @@ MAX_BYTES = 100_000  # of a file; the longest in `configs` has 1 % of them
 # `safe_load` also raises these, for values that contradict their tag and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
 
-
-class Values(NamedTuple):
-    """The values that a field takes, and how messages describe them."""
-
-    hold: Callable[[Any], bool]
-    named: str
-
-
-Count = Annotated[int, Values(lambda x: x >= 1, "at least 1")]
-Natural = Annotated[int, Values(lambda x: x >= 0, "at least 0")]
-Seed = Annotated[int, Values(lambda x: 0 <= x <= LARGEST_SEED, f"between 0 and {LARGEST_SEED}")]
-Finite = Annotated[float, Values(math.isfinite, "finite")]
-Weight = Annotated[float, Values(lambda x: 0 <= x < math.inf, "at least 0 and finite")]
-Positive = Annotated[float, Values(lambda x: x > 0, "above 0")]
-Share = Annotated[float, Values(lambda x: 0 <= x <= 1, "in [0, 1]")]
-Decay = Annotated[float, Values(lambda x: 0 <= x < 1, "in [0, 1)")]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=LARGEST_SEED)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Config:
-    """A configuration that checks its values against its field types when built.
+    """A configuration that checks its values when built.
 
     Raises:
         ValueError: a field has an invalid value.
@@ -65,25 +47,6 @@ class Config:
     def resolved(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Expand shorthands that a file may use into field values."""
         return values
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value, values, suffix = getattr(self, name), _values(hint), ""
-            if NoneType in get_args(hint):
-                values, suffix = _values(get_args(hint)[0]), " or null"
-            items = value if isinstance(value, tuple) else (value,)
-            if values is not None and value is not None and not all(map(values.hold, items)):
-                raise ValueError(f"{name} must be {values.named}{suffix}, but got {value!r}.")
-
-
-def _values(hint: Any) -> Values | None:
-    """The constraint in a type, or in a tuple's items; None if any value is valid."""
-    if get_origin(hint) is tuple:
-        hint = get_args(hint)[0]
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        return Values(choices.__contains__, f"one of {', '.join(choices)}")
-    return get_args(hint)[1] if get_origin(hint) is Annotated else None
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -109,8 +72,8 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
 
     Raises:
         FileNotFoundError: the file or its base does not exist.
-        ValueError: a key is unknown, missing or repeated, or a value is out of range.
-        TypeError: a value has the wrong type. The message lists all problems.
+        ValueError: a key is unknown, missing or repeated, or a value is of the wrong type or out of
+            range. The message lists all problems.
     """
     values = _read(Path(path), ())
     for override in overrides:
@@ -121,12 +84,11 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
         for name in reversed(key.split(".")):
             changes = {name: changes}
         values = _merged(values, changes)
-    reader = _Reader(str(path))
-    config = reader.section(kind.resolved(values), kind, "")
-    if problems := reader.problems:
-        error = TypeError if all(isinstance(x, TypeError) for x in problems) else ValueError
-        raise error("; ".join(str(problem).removesuffix(".") for problem in problems) + ".")
-    return config
+    try:
+        return TypeAdapter(kind).validate_python(kind.resolved(values))
+    except ValidationError as error:
+        problems = (_problem(found) for found in error.errors())
+        raise ValueError(f"{path}: {'; '.join(problems)}.") from None
 
 
 def save_config(config: Any, output: Path) -> None:
@@ -210,62 +172,14 @@ def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-class _Reader:
-    """Builds dataclasses from a file's values and collects the problems."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.problems: list[TypeError | ValueError] = []
-
-    def section(self, values: Mapping[str, Any], kind: type[Any], prefix: str) -> Any:
-        """Build a dataclass from a mapping of its fields; None if there are problems."""
-        names = {field.name for field in fields(kind)}
-        needed = {x.name for x in fields(kind) if x.default is x.default_factory is MISSING}
-        before = len(self.problems)
-        for wrong, complaint in (
-            (set(values) - names, "has the unknown key {} for"),
-            (needed - set(values), "lacks the key {} of"),
-        ):
-            if wrong:
-                listed = complaint.format(", ".join(sorted(f"{prefix}{name}" for name in wrong)))
-                self.problems.append(ValueError(f"{self.source} {listed} {kind.__name__}."))
-        hints, read = get_type_hints(kind), {}
-        for name in [name for name in values if name in names]:
-            try:
-                read[name] = self.value(values[name], hints[name], prefix + name)
-            except TypeError as error:
-                self.problems.append(error)
-        if len(self.problems) == before:
-            try:
-                return kind(**read)
-            except (TypeError, ValueError) as error:
-                section = f"{prefix.removesuffix('.')}: " if prefix else ""
-                self.problems.append(type(error)(f"{section}{error}"))
-        return None
-
-    def value(self, value: Any, hint: Any, name: str) -> Any:
-        """Convert a YAML value to the type of its field: sections, tuples and floats."""
-        kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
-        if value is None and NoneType in kinds:
-            return None
-        kind = str if get_origin(kinds[0]) is Literal else kinds[0]
-        origin = get_origin(kind)
-        if is_dataclass(kind) and isinstance(value, dict):
-            return self.section(value, kind, f"{name}.")
-        if origin is tuple and isinstance(value, list):
-            items = get_args(kind)
-            if items[-1] is Ellipsis:
-                items = items[:1] * len(value)
-            if len(items) == len(value):
-                pairs = enumerate(zip(value, items, strict=True))
-                return tuple(self.value(x, item, f"{name}[{i}]") for i, (x, item) in pairs)
-        if origin is Mapping and isinstance(value, dict):
-            return value
-        if kind is float and type(value) in (int, str):
-            with suppress(ValueError, OverflowError):
-                return float(value)  # YAML 1.1 reads 1e-3 as a string
-        if type(value) is not kind:
-            plain = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
-            shown = "a section" if is_dataclass(kind) else plain
-            raise TypeError(f"{name} must be {shown}, but got {value!r}.")
-        return value
+def _problem(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors as part of a sentence."""
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"the key {name} is missing"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"the key {name} is unknown"
+    if error["type"] == "value_error":  # raised by a class of ours
+        return f"{name}: {error['ctx']['error']}".removeprefix(": ").removesuffix(".")
+    message = error["msg"].removeprefix("Input ").replace("should", "must", 1)
+    return f"{name} {message}, but got {error['input']!r}"

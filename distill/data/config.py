@@ -1,7 +1,8 @@
 """`DataConfig`: where images and captions come from."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+from pydantic.dataclasses import dataclass
 
 from distill.config_file import Config, Count, Natural
 
@@ -52,7 +53,6 @@ class DataConfig(Config):
     workers: Natural = 8
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         needed, optional = SOURCES[self.source]
         for name in ("path", "split", "image_column", "caption_column", "captions", "num_samples"):
             value = getattr(self, name)

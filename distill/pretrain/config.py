@@ -1,8 +1,10 @@
 """Configurations of the pretraining commands."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from distill.config_file import (
     Config,
@@ -12,14 +14,13 @@ from distill.config_file import (
     Positive,
     Seed,
     Share,
-    Values,
     Weight,
 )
 from distill.scenes import TRAINING_SEEDS
 
-LIMIT = len(TRAINING_SEEDS)  # the scorer's range is as long
-Scenes = Annotated[int, Values(lambda x: 1 <= x <= LIMIT, f"at least 1 and at most {LIMIT}")]
-Part = Annotated[float, Values(lambda x: 0 < x < 1, "in (0, 1)")]
+MOST = len(TRAINING_SEEDS)  # the scorer's range is as long
+Scenes = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+Part = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,21 +2,22 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.config import sizes_of
 from distill.config import CodebookConfig
-from distill.config_file import Config, Count, Positive, Values, Weight
+from distill.config_file import Config, Count, Positive, Weight
 from distill.vision.baselines import BASELINES
 
-PartOfSide = Annotated[float, Values(lambda x: 0 < x <= 1, "above 0, at most 1")]
+PartOfSide = Annotated[float, Field(gt=0, le=1)]
 AVQ_FORM = re.compile(r"(M[^/]+)(?:/(?:(means)|own(\d*)))?")
 
 
-@dataclass(frozen=True)
-class AttentionName:
+class AttentionName(NamedTuple):
     """The parsed name of an attention.
 
     Args:
@@ -108,7 +109,6 @@ class LearningConfig(CodebookConfig):
     diveq: bool
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.diveq and not self.full_spawning:
             raise ValueError(
                 "diveq needs full_spawning, where attention is a function of the codewords that "
@@ -141,7 +141,6 @@ class VisionConfig(Config):
     trainer: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         parse_attention(self.attention)
         is_map = self.task == "segmentation"
         if is_map != (self.data.num_labels is not None):

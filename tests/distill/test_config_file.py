@@ -122,13 +122,13 @@ def test_all_problems_of_a_configuration_are_named_at_once(tmp_path):
         load_config(path, DistillConfig, settings)
     assert str(error.value).splitlines() == [str(error.value)]
     for part in (
-        f"{path} has the unknown key new for DistillConfig; ",
-        f"{path} has the unknown key data.old for DataConfig",
-        f"{path} lacks the key steps of DistillConfig; ",
-        f"{path} lacks the key data.source of DataConfig",
-        "log_every must be int, but got 'abc'",
-        "avq.levels[1] must be int, but got 'b'",
-        "samples: every must be at least 1 or null, but got 0",
+        "the key new is unknown",
+        "; the key data.old is unknown; ",
+        "; the key steps is missing; ",
+        "; the key data.source is missing; ",
+        "log_every must be a valid integer, but got 'abc'",
+        f"{path}: avq.levels.1 must be a valid integer",
+        "samples.every must be greater than or equal to 1, but got 0",
     ):
         assert part in str(error.value)
 
@@ -163,37 +163,46 @@ def test_a_file_that_is_not_regular_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "override", "message"),
+    ("override", "message"),
     [
-        (TypeError, "steps=many", "steps must be int, but got 'many'."),
-        (TypeError, "compile=1", "compile must be bool, but got 1."),
-        (TypeError, "avq.levels=0", "avq.levels must be tuple[int, ...], but got 0."),
-        (TypeError, "avq.levels=[a]", "avq.levels[0] must be int, but got 'a'."),
-        (TypeError, "data=scenes", "data must be a section, but got 'scenes'."),
-        (TypeError, "steps=null", "steps must be int, but got None."),
-        (TypeError, "adam_betas=[0.9]", "adam_betas must be tuple[float, float], but got [0.9]."),
-        (ValueError, "steps", "--set must be key=value, but got 'steps'."),
-        (ValueError, "steps=0", "steps must be at least 1, but got 0."),
-        (ValueError, "image_size=60", "image_size must be a multiple of 8, but got 60."),
-        (ValueError, "codebooks.decay_end=1", "decay_end must be in [0, 1), but got 1.0."),
-        (ValueError, "samples.prompts=[]", "prompts must hold at least one prompt, but got none."),
+        ("steps=many", "steps must be a valid integer, but got 'many'."),
+        ("steps=true", "steps must be a valid integer, but got True."),
         (
-            ValueError,
+            "compile=often",
+            "compile must be a valid boolean, unable to interpret input, but got 'often'.",
+        ),
+        ("avq.levels=0", "avq.levels must be a valid tuple, but got 0."),
+        ("avq.levels=[a]", "as an integer, but got 'a'."),
+        (
+            "data=scenes",
+            "data must be a dictionary or an instance of DataConfig, but got 'scenes'.",
+        ),
+        ("steps=null", "steps must be a valid integer, but got None."),
+        ("adam_betas=[0.9]", "the key adam_betas.1 is missing."),
+        ("steps", "--set must be key=value, but got 'steps'."),
+        ("steps=0", "steps must be greater than or equal to 1, but got 0."),
+        ("image_size=60", "image_size must be a multiple of 8, but got 60."),
+        ("codebooks.decay_end=1", "codebooks.decay_end must be less than 1, but got 1."),
+        ("samples.prompts=[]", "samples: prompts must hold at least one prompt, but got none."),
+        (
             r'samples.prompts=["\udcff"]',
             r"prompts must be text, but its character 1 is a lone surrogate, '\udcff'.",
         ),
-        (ValueError, "precision=fp8", "must be one of fp32, fp16, bf16, but got 'fp8'."),
-        (ValueError, "checkpoint_every=0", "must be at least 1 or null, but got 0."),
-        (ValueError, "max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
-        (ValueError, "learning_rate=.inf", "learning_rate must be finite, but got inf."),
-        (ValueError, f"seed={2**63}", f"between 0 and {2**63 - 1}, but got {2**63}."),
-        (ValueError, "objective.noise_weight=-1", "at least 0 and finite, but got -1.0."),
-        (ValueError, "adam_betas=[0.9,1.5]", "adam_betas must be in [0, 1), but got (0.9, 1.5)."),
+        ("precision=fp8", "precision must be 'fp32', 'fp16' or 'bf16', but got 'fp8'."),
+        ("checkpoint_every=0", "checkpoint_every must be greater than or equal to 1, but got 0."),
+        ("max_grad_norm=.nan", "max_grad_norm must be greater than 0, but got nan."),
+        ("learning_rate=.inf", "learning_rate must be a finite number, but got inf."),
+        (f"seed={2**63}", f"seed must be less than or equal to {2**63 - 1}, but got {2**63}."),
+        (
+            "objective.noise_weight=-1",
+            "noise_weight must be greater than or equal to 0, but got -1.",
+        ),
+        ("adam_betas=[0.9,1.5]", "adam_betas.1 must be less than 1, but got 1.5."),
     ],
 )
-def test_wrong_values_are_named(error, override, message):
+def test_wrong_values_are_named(override, message):
     """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
-    with pytest.raises(error, match=f"{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         distillation([override])
 
 

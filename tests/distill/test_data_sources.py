@@ -71,14 +71,14 @@ def test_scenes_are_the_training_scenes():
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("folder", {"source": "tar"}, "source must be one of scenes, folder"),
-        ("folder", {"preprocessing": "pad"}, "preprocessing must be one of crop, linfusion"),
+        ("folder", {"source": "tar"}, "Input should be 'scenes', 'folder'"),
+        ("folder", {"preprocessing": "pad"}, "Input should be 'crop' or 'linfusion'"),
         ("folder", {"path": None}, "source folder needs path"),
         ("folder", {"split": "train"}, "source folder takes no split, but got 'train'"),
         ("huggingface json", {"caption_column": "a"}, "captions and caption_column exclude"),
         ("huggingface", {"caption_column": None}, "needs caption_column or captions"),
-        ("huggingface", {"num_samples": 0}, "num_samples must be at least 1"),
-        ("huggingface", {"workers": -1}, "workers must be at least 0"),
+        ("huggingface", {"num_samples": 0}, "greater than or equal to 1"),
+        ("huggingface", {"workers": -1}, "greater than or equal to 0"),
         ("huggingface", {"num_samples": 6}, "num_samples is 6, but .* has 5 samples"),
         ("huggingface", {"image_column": "image"}, "in the column image: .*'image'"),
         ("huggingface", {"caption_column": "caption"}, "'caption'.*not in"),

@@ -182,14 +182,14 @@ def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
     ("command", "extra", "overrides", "message"),
     [
         ("vae", ["--output", "RUNS/vae"], {}, "holds a run: "),
-        ("vae", [], {"precision": "fp8"}, "precision must be one of bf16, fp32, but got 'fp8'"),
+        ("vae", [], {"precision": "fp8"}, "precision must be 'bf16' or 'fp32', but got 'fp8'"),
         ("sd", ["--vae", "none"], {"init_from": "RUNS/sd/model"}, "either --vae or init_from"),
         ("sd", ["--vae", "none"], {}, "there is no trained VAE"),
         ("scorer", [], {"num_scenes": 1}, "num_scenes must leave each process an intact scene"),
         ("scorer", [], {"corrupted_share": 0.99}, "must leave each process an intact scene"),
-        ("scorer", [], {"corrupted_share": 1}, "corrupted_share must be in (0, 1), but got 1"),
-        ("sd3", [], {"shift": 0}, "shift must be above 0, but got 0"),
-        ("sd3", [], {"num_scenes": 10**8}, "and at most 10000000, but got 100000000"),
+        ("scorer", [], {"corrupted_share": 1}, "corrupted_share must be less than 1, but got 1"),
+        ("sd3", [], {"shift": 0}, "shift must be greater than 0, but got 0"),
+        ("sd3", [], {"num_scenes": 10**8}, "equal to 10000000, but got 100000000"),
     ],
 )
 def test_refusals(runs, weights, tmp_path, command, extra, overrides, message):

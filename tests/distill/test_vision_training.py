@@ -426,7 +426,7 @@ def test_settings_that_contradict_are_refused(place):
         (config, {"data": replace(config.data, num_labels=2)}, "for classification, but got 2"),
         (maps, {"data": replace(maps.data, resize="crop")}, "segmentation needs resize: squash"),
         (maps, {"data": replace(maps.data, augment="crop")}, "segmentation needs resize: squash"),
-        (config.data, {"crop_share": 1.1}, "crop_share must be above 0, at most 1, but got 1.1"),
+        (config.data, {"crop_share": 1.1}, "less than or equal to 1"),
         (config.codebooks, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
     ):
         with pytest.raises(ValueError, match=message):
