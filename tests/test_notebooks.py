@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 # What follows in the cell that is tagged "parameters".
 REDUCED = {
-    "quick_start": "STEPS, SIZE = 1, 64",
+    "quick_start": "STEPS, SIZE, MEASURED_STEPS = 1, 64, 1",
     "what_the_codebook_learns": "STEPS, SIZE = 1, 64",
     "vision": "VIT, SIZE, LAYER, HEAD = Path({folder!r}) / 'vit', 96, 1, 0",
     "distil_your_own": """

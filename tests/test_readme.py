@@ -47,7 +47,7 @@ def test_readme_names_public_names_only():
     }
     code = re.findall(r"```python.*?```|(?<!`)`(?!avq[ .])[^`\n]+`(?!`)", README, re.DOTALL)
     named = defined & set(re.findall(r"\w+\b(?!=)", " ".join(code)))  # and no arguments
-    assert {"AVQConfig", "calibrate", "apply_avq"} <= named <= set(avq_diffusers.__all__)
+    assert {"AVQProcessor", "avq_attention", "apply_avq"} <= named <= set(avq_diffusers.__all__)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

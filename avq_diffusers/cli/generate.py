@@ -3,6 +3,8 @@
 from pathlib import Path
 from statistics import median
 
+from diffusers import DiffusionPipeline
+
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.images import (
     TIMED_PAIRS,
@@ -28,10 +30,9 @@ from avq_diffusers.hosts.verbs import (
 )
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
-LEGEND = """level 0 has the most tokens; heads: number x dim; config: M parents with C children
-each, and T, the error that a further column of a query tile must mend, or P, the parents
-that each tile refines; columns: codewords + keys that a tile attends to, on average; calls:
-per layer, one per step"""
+LEGEND = """level: 0 has the most tokens; heads: number x dim; config: parents (M), children (C) of
+each, and the threshold (T) or number (P) of refined parents; columns: the codewords and keys
+that a query attends to, on average; calls: one per step"""
 SETTLING_STEPS = 4  # a route reads the columns of its first calls, then measures
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
@@ -53,19 +54,19 @@ def generate_image(model: ModelRequest, request: ImageRequest, out: Path, dial: 
                 set_threshold(pipe, threshold)
             for num_refined in dial.numbers or ():
                 set_num_refined(pipe, num_refined)
-            print("steps in which each layer finds the faster attention")
+            name_progress(pipe, "choosing the faster attention for each layer")
             first_steps(pipe, request, SETTLING_STEPS)
             if any(row.runs.startswith("AVQ") for row in summary(pipe).rows):
                 break
         if model.is_compiled:
             compile_model(pipe)
-        print("with AVQ attention")
+        name_progress(pipe, "image with AVQ attention")
         avq = timed_image(pipe, request).image
         report = summary(pipe)
-        print("with exact attention")
+        name_progress(pipe, "image with exact attention")
         with avq_disabled(pipe):
             exact = timed_image(pipe, request).image
-        print("steps in turns, for their times")
+        name_progress(pipe, "timing steps of both in turns")
         times = step_times(pipe, request)
 
     likeness = psnr(avq, exact)
@@ -78,32 +79,31 @@ def generate_image(model: ModelRequest, request: ImageRequest, out: Path, dial: 
             f"difference x{DIFFERENCE_GAIN}, PSNR {likeness:.1f} dB",
         ],
         row_titles=[str(request)],
-        table=report.cells(),
     )
     save_sheet(sheet, out)
     print(f"{report}\n{LEGEND}\n")
     closer = f"--tolerance {0.02 if tolerance is None else tolerance / 4:g}"
     closer = closer if model.codebooks is None else "a larger --num-refined"
-    print(outcome(times, likeness, closer))
-    if note := route_note(report, is_forced=route != "fastest"):
-        print(note)
+    print(f"{request}\n{speed_line(times)}\n{likeness_line(likeness, closer)}")
+    print(layers_line(report, is_forced=route != "fastest"))
     if tolerance is not None:
-        print("The tolerance is for the model's output (noise, velocity), not for the image.")
-    print(f"image: {out}\nsheet: {sheet_path(out)}")
+        print("  tolerance: of the model's output (noise, velocity), not of the image")
+    print(f"  image: {out}\n  sheet: {sheet_path(out)} (exact, AVQ, difference)")
 
 
-def route_note(report: Summary, *, is_forced: bool) -> str:
-    """Say whether exact attention is faster in all layers or in some; empty for none."""
-    if is_forced:
-        return (
-            "Exact attention is at least as fast in every layer here: apply_avq would keep it, but "
-            "this command runs AVQ to show it."
-        )
+def name_progress(pipe: DiffusionPipeline, name: str) -> None:
+    """Name the progress bar of denoising, which vanishes at the end."""
+    pipe.set_progress_bar_config(desc=name, leave=False)
+
+
+def layers_line(report: Summary, *, is_forced: bool) -> str:
+    """Say in how many layers AVQ ran, and why not in others."""
     layers = [row for row in report.rows if row.config]
     exact = sum(row.runs == "exact: faster" for row in layers)
-    if not exact:
-        return ""
-    return f"{exact} of {len(layers)} layers run exact attention, which is faster there."
+    text = f"  layers: AVQ in {len(layers) - exact} of {len(layers)}"
+    if is_forced:
+        return f"{text}, to show it; exact attention is at least as fast, so apply_avq keeps it"
+    return f"{text}; exact attention is faster in the others" if exact else text
 
 
 def speed_in_words(times: StepTimes) -> str:
@@ -111,20 +111,23 @@ def speed_in_words(times: StepTimes) -> str:
     least, *_, most = times.gains
     if least <= 1 <= most:
         return "as fast, within noise"
-    return f"{median(times.gains):.2f} times as fast"
+    return f"{median(times.gains):.2f}x as fast"
 
 
-def outcome(times: StepTimes, likeness: float, closer: str) -> str:
-    """Say which was faster and how similar the images are; `closer` is how to get more so."""
+def speed_line(times: StepTimes) -> str:
+    """Say which attention was faster."""
     least, *_, most = times.gains
-    advice = "\nAVQ pays off on larger images (--height, --width)."
+    advice = "" if least > 1 else "\n  AVQ pays off on larger images (--height, --width)"
+    return (
+        f"  speed: {speed_in_words(times)} ({least:.2f}x to {most:.2f}x in {TIMED_PAIRS} pairs of "
+        f"steps), {times}{advice}"
+    )
+
+
+def likeness_line(likeness: float, closer: str) -> str:
+    """Say how similar the images are; `closer` is how to get more so."""
     look = "they look alike"
     if likeness < ALIKE:
         look = "details differ" if likeness >= SIMILAR else "they differ visibly"
-        look += f". Closer, and slower: {closer}"
-    return (
-        f"On this device, {times}: AVQ is {speed_in_words(times)}\n"
-        f"({least:.2f} to {most:.2f} times in {TIMED_PAIRS} pairs of steps)."
-        f"{'' if least > 1 else advice}\n"
-        f"PSNR of the two images: {likeness:.1f} dB, {look}."
-    )
+        look += f"; closer, and slower: {closer}"
+    return f"  PSNR of the two images: {likeness:.1f} dB, {look}"

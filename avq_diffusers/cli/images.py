@@ -45,10 +45,7 @@ class StepTimes(NamedTuple):
         return sorted(exact / avq for exact, avq in zip(self.exact, self.avq, strict=True))
 
     def __str__(self) -> str:
-        return (
-            f"a step takes {_shown(median(self.avq))} with AVQ and {_shown(median(self.exact))} "
-            f"with exact attention"
-        )
+        return f"{_shown(median(self.avq))} instead of {_shown(median(self.exact))} per step"
 
 
 def training_size(pipe: DiffusionPipeline) -> int:

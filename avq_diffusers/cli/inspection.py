@@ -8,6 +8,7 @@ from rich.table import Table
 
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.core import short_names
 
 REPORT_WIDTH = 100
 METRICS = ("quantization_error", "capture", "active_ratio")
@@ -16,13 +17,10 @@ METRICS = ("quantization_error", "capture", "active_ratio")
 def print_codebooks(codebooks: AVQCodebooks) -> None:
     """Print sizes, codeword spread and metrics of calibration or training, by layer."""
     metrics = _metrics(codebooks)
-    suffix = ".transformer_blocks.0.attn1"  # common to all layer names
-    if not all(name.endswith(suffix) for name in codebooks.layer_specs):
-        suffix = ".attn1"
     config = codebooks.config
     kind = "own codewords" if config["own_codewords"] else "codebooks"
     table = Table(
-        title=f"{codebooks.avq_config} {kind} of {codebooks.config['base_model']}",
+        title=f"{codebooks.avq_config} {kind} of {config['base_model']}",
         caption="spread: of children around their parent; error: quantization, in key variances;\n"
         "capture: share of attention on refined parents; active: share of codewords in use",
         box=SIMPLE_HEAD,
@@ -30,10 +28,11 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
     )
     for heading in ("layer", "level", "heads", "config", "spread", "error", "capture", "active"):
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
-    for name, spec in codebooks.layer_specs.items():
+    shown_names = short_names([*codebooks.layer_specs])
+    for shown_name, (name, spec) in zip(shown_names, codebooks.layer_specs.items(), strict=True):
         measured, codebook = metrics.get(name, {}), codebooks.codebook(name)
         table.add_row(
-            name.removesuffix(suffix),
+            shown_name,
             str(spec.level),
             f"{spec.num_heads}x{spec.head_dim}",
             str(codebooks.layer_config(name)),

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from avq_diffusers.hosts.models import has_unet, unet_of
 from avq_diffusers.mini import is_mini_sd3
@@ -22,7 +25,7 @@ COMPILE_UNET: Mapping[str, Any] = {"mode": "reduce-overhead", "dynamic": False}
 def load_pipeline(
     model: str, device: str | None = None, dtype: str | None = None
 ) -> DiffusionPipeline:
-    """Load a text-to-image pipeline.
+    """Load a text-to-image pipeline, without the libraries' bars for its parts.
 
     Args:
         model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
@@ -36,6 +39,9 @@ def load_pipeline(
         ValueError: the device is unavailable, or the model cannot be loaded, has no single training
             size, or needs more than a prompt.
     """
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # of downloads, which the line above hides, too
     place = device_of(device)
     if place.type != "cuda":
         dtype = dtype or "float32"

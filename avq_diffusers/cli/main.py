@@ -57,9 +57,9 @@ UNetModel = Annotated[
 Codebooks = Annotated[
     str | None,
     typer.Option(
-        help="Folder or Hub id of codebooks for a UNet. They bring their own sizes: not with "
-        "--config, --levels, --exact, thresholds or tolerances. By default, codewords are keys of "
-        "the image."
+        help="Folder or Hub id of codebooks for a UNet. They have their own sizes, so they exclude "
+        "--config, --levels, --exact, --threshold and --tolerance. By default, codewords come from "
+        "the keys of each call."
     ),
 ]
 Device = Annotated[
@@ -81,16 +81,15 @@ Compiled = Annotated[
 Config = Annotated[
     str | None,
     typer.Option(
-        help="M64C8T1e-4 has 64 parents with 8 children each, and shows each query tile the "
-        "columns that mend more than a threshold of 1e-4 of its attention; M64P16C8 refines 16 "
-        "parents per tile. By default as in apply_avq."
+        help="Sizes: M64C8T1e-4 has 64 parents with 8 children each and threshold 1e-4; M64P16C8 "
+        "refines 16 parents per query tile instead. By default as in apply_avq."
     ),
 ]
 Levels = Annotated[
     str | None,
     typer.Option(
-        help="UNet levels with AVQ, such as 0,1 (0 is the highest resolution, and all of a "
-        "transformer); by default 0 and 1, or the highest resolution with self-attention."
+        help="UNet levels that run AVQ, such as 0,1; 0 is the finest, and the only one of a "
+        "transformer. By default 0 and 1, or the finest level with self-attention."
     ),
 ]
 Exact = Annotated[
@@ -119,7 +118,14 @@ def _print_versions(is_asked: bool) -> None:
         raise typer.Exit
 
 
-def _check_names(model: str, codebooks: str | None) -> None:
+def _say(text: str) -> None:
+    """Print at once what takes seconds: importing PyTorch alone does."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _begin(model: str, codebooks: str | None) -> None:
+    """Say what is loaded, and refuse names that lead nowhere."""
+    _say(f"loading {Path(model).name}")
     check_found("--model", model, "model_index.json")
     if codebooks is not None:
         check_found("--codebooks", codebooks, "config.json")
@@ -153,23 +159,23 @@ def generate(
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="Error of the attention that a further column must mend, overriding --config: "
-            "smaller is closer to exact attention, which is 0."
+            help="How finely keys are seen, in place of --config's: larger is faster, smaller is "
+            "closer to exact attention, which is 0."
         ),
     ] = None,
     num_refined: Annotated[
         int | None,
         typer.Option(
-            help="In place of a threshold, parents refined per query tile, overriding --config or "
-            "--codebooks."
+            help="Instead of a threshold, the number of parents refined per query tile, in place "
+            "of that of --config or --codebooks."
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="In place of a threshold, run the fastest ones that keep the model's output "
-            "(noise, velocity) in all steps within this relative error, such as 0.02; measured on "
-            "this prompt first."
+            help="Instead of a threshold, the largest relative error of the model's output (noise, "
+            "velocity), such as 0.02: measures the layers on this prompt first, then runs the "
+            "fastest thresholds within it."
         ),
     ] = None,
     device: Device = None,
@@ -203,7 +209,7 @@ def generate(
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
-    _check_names(model, codebooks)
+    _begin(model, codebooks)
 
     from avq_diffusers.cli.generate import generate_image
 
@@ -242,8 +248,8 @@ def bench(
     tolerance: Annotated[
         str | None,
         typer.Option(
-            help="Instead, relative errors of the model's output, such as 0.01,0.02,0.05; not with "
-            "--codebooks."
+            help="Instead, largest relative errors of the model's output, such as 0.01,0.02,0.05; "
+            "not with --codebooks."
         ),
     ] = None,
     images: Annotated[
@@ -275,7 +281,7 @@ def bench(
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
-    _check_names(model, codebooks)
+    _begin(model, codebooks)
 
     from avq_diffusers.cli.bench import bench_model
 
@@ -303,13 +309,13 @@ def app_command(
     Example: avq app --port 8000
     """
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
+    _begin(model, codebooks)
     try:
         from avq_diffusers.cli.page import build_page, serve
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "the page needs gradio: in a clone of the repository, pip install -e '.[app]'."
         ) from error
-    _check_names(model, codebooks)
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
 
@@ -347,7 +353,7 @@ def calibrate_command(
     """
     texts = usual_prompts(model) if prompts is None else read_prompts("--prompts", prompts)
     chosen = ModelRequest.from_options(model, None, config, levels, exact, device)
-    _check_names(model, None)
+    _begin(model, None)
 
     from avq_diffusers.cli.codebooks import calibrate_model
     from avq_diffusers.cli.loading import load_pipeline
@@ -371,6 +377,7 @@ def inspect(
 
     Example: avq inspect my-codebooks
     """
+    _say(f"loading {Path(codebooks).name}")
     check_found("codebooks", codebooks, "config.json")
 
     from avq_diffusers.cli.inspection import print_codebooks
@@ -384,6 +391,7 @@ def inspect(
 @app.command()
 def info() -> None:
     """Print versions, GPU, backends and cache folders, for a bug report."""
+    _say("looking at packages and devices")
     from avq_diffusers.cli.info import print_info
 
     print_info()

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import gradio as gr
@@ -40,6 +41,13 @@ LARGEST_SIDE = 4  # times the training size
 CACHE_SECONDS = 3600  # how long gradio keeps the files of shown images
 UNHEARD_SECONDS = 10  # how long work goes on although nobody reads its progress
 NO_TOLERANCE = "none"
+CANCEL = "Cancel"
+# Columns of the report and their widths, with which it fits a phone.
+REPORTED = {"layer": "36%", "runs": "36%", "columns": "28%"}
+WHAT_AVQ_IS = (
+    "Adaptive vector-quantized (AVQ) attention averages similar keys where attention allows it, so "
+    "that diffusion models run faster on large images."
+)
 
 
 class ShownImage(NamedTuple):
@@ -141,6 +149,7 @@ class _Events:
         if tolerance != NO_TOLERANCE:
             assert isinstance(self.source, AVQConfig)  # otherwise the page offers none
             measured = measured_on(self.pipe, request)
+            progress(0, "Measuring layers")
 
             def tell(name: str, done: int, total: int) -> None:
                 progress((done, total), name.capitalize(), unit="model calls")
@@ -166,15 +175,19 @@ class _Events:
         likeness = f"PSNR {psnr(avq.image, shown.exact.image):.1f} dB"
         differing = difference(shown.exact.image, avq.image)
         return [
-            _titled("AVQ", avq),
+            _titled("AVQ", avq, f" ({shown.exact.seconds / avq.seconds:.1f}x)"),
             gr.Image(differing, label=f"Difference x{DIFFERENCE_GAIN}, {likeness}"),
             gr.Dataframe(**self.report()),
         ]
 
     def report(self) -> dict[str, list]:
         """What each layer runs, as arguments for a table."""
-        header, *rows = summary(self.pipe).cells()
-        return {"value": rows, "headers": header}
+        header, *cells = summary(self.pipe).cells()
+        layers = [dict(zip(header, row, strict=True)) for row in cells]
+        for row in layers:
+            if row["config"] != "-":
+                row["runs"] += f", {row['config']}"
+        return {"value": [[row[x] for x in REPORTED] for row in layers], "headers": [*REPORTED]}
 
     def cancel(self, visitor: gr.Request) -> None:
         """Stop a visitor's run at its next step."""
@@ -232,34 +245,38 @@ def build_page(
         delete_cache=(CACHE_SECONDS, CACHE_SECONDS),
     ) as page:
         shown = gr.State()
-        gr.Markdown(f"# Exact and AVQ attention\n{model} on {pipe.device}")
+        gr.Markdown(f"# AVQ attention\n{WHAT_AVQ_IS} This page runs {model} on {pipe.device}.")
+        prompt = gr.Textbox(examples[0], label="Prompt", lines=2, max_length=MOST_CHARACTERS)
         with gr.Row():
-            with gr.Column(scale=1, min_width=300):
-                prompt = gr.Textbox(
-                    examples[0], label="Prompt", lines=3, max_length=MOST_CHARACTERS
-                )
-                width = gr.Dropdown(sizes, value=side, label="Width")
-                height = gr.Dropdown(sizes, value=side, label="Height")
-                seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED)
-                steps = gr.Slider(1, MOST_STEPS, 25, step=1, precision=0, label="Steps")
-                button = gr.Button("Generate", variant="primary")
-                cancel = gr.Button("Cancel")
-            with gr.Column(scale=3):
-                with gr.Row():
-                    images = [
-                        gr.Image(label=title, format="png", interactive=False, elem_id=title)
-                        for title in ("Exact", "AVQ", "Difference")
-                    ]
-                tolerance = gr.Radio(
-                    [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
-                    value=NO_TOLERANCE,
-                    label="Tolerance",
-                    info="Largest relative error of the model's output, measured on this image; "
-                    "sets the threshold of every layer.",
-                    visible=events.has_threshold,
-                )
-                dial = _dial_field(events)
-        report = gr.Dataframe(**events.report(), label="Layers", interactive=False)
+            button = gr.Button("Generate", variant="primary", min_width=120)
+            cancel = gr.Button(CANCEL, min_width=120, visible=False)
+        with gr.Row():
+            images = [
+                gr.Image(label=title, format="png", interactive=False, elem_id=title)
+                for title in ("Exact", "AVQ", "Difference")
+            ]
+        tolerance = gr.Radio(
+            [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
+            value=NO_TOLERANCE,
+            label="Tolerance",
+            info="Largest relative error of the model's output, measured on this image; sets the "
+            "threshold of every layer.",
+            visible=events.has_threshold,
+        )
+        dial = _dial_field(events)
+        with gr.Row():
+            width = gr.Dropdown(sizes, value=side, label="Width", min_width=120)
+            height = gr.Dropdown(sizes, value=side, label="Height", min_width=120)
+            seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED)
+            steps = gr.Slider(1, MOST_STEPS, 25, step=1, precision=0, label="Steps")
+        report = gr.Dataframe(
+            **events.report(),
+            label="What ran in each layer",
+            column_widths=[*REPORTED.values()],
+            max_height=1200,
+            wrap=True,
+            interactive=False,
+        )
         gr.Examples([[example] for example in examples], prompt, label="Prompts to try")
 
         for field in (prompt, width, height, seed, steps, dial, tolerance):
@@ -274,8 +291,18 @@ def build_page(
             "show_progress_on": avq,
             **pipeline,
         }
+        shows_cancel, hides_cancel = (
+            {
+                "fn": partial(gr.Button, CANCEL, visible=is_visible),
+                "outputs": cancel,
+                "queue": False,
+                "api_visibility": "private",
+            }
+            for is_visible in (True, False)
+        )
         moved = dial.input if events.has_threshold else dial.release
-        gr.on([moved, tolerance.input], **refine)
+        gr.on([button.click, moved, tolerance.input], **shows_cancel)
+        gr.on([moved, tolerance.input], **refine).then(**hides_cancel)
         tolerance.input(
             lambda chosen: type(dial)(visible=chosen == NO_TOLERANCE),
             tolerance,
@@ -283,13 +310,15 @@ def build_page(
             queue=False,
             api_visibility="private",
         )
-        button.click(
+        generated = button.click(
             events.generate_exact,
             [shown, prompt, width, height, seed, steps],
             [shown, exact, avq, differing],
             show_progress_on=exact,
             **pipeline,
-        ).success(**refine, api_visibility="private")
+        )
+        generated.failure(**hides_cancel)
+        generated.success(**refine, api_visibility="private").then(**hides_cancel)
         cancel.click(events.cancel, queue=False)
         page.unload(events.cancel)
     return page
@@ -370,5 +399,5 @@ def _mistake(message: str) -> gr.Error:
     return gr.Error(message, print_exception=False)
 
 
-def _titled(title: str, timed: TimedImage) -> gr.Image:
-    return gr.Image(timed.image, label=f"{title}, {timed.seconds:.1f} s")
+def _titled(title: str, timed: TimedImage, gain: str = "") -> gr.Image:
+    return gr.Image(timed.image, label=f"{title}, {timed.seconds:.1f} s{gain}")

@@ -12,6 +12,7 @@ from avq_diffusers.hosts.core import (
     LayerState,
     SpecSchedule,
     schedules_of,
+    short_names,
 )
 from avq_diffusers.hosts.measuring import Allocation
 
@@ -66,13 +67,14 @@ class Summary:
     parallelism: str = ""
 
     def cells(self) -> list[list[str]]:
-        """The rows of the table, header first."""
+        """The rows of the table, header first; layers without the ending that all names share."""
+        shown_names = short_names([row.name for row in self.rows])
         is_measured = any(row.effect is not None for row in self.rows)
         effect = ["effect"] if is_measured else []
         names = ["layer", "level", "heads", "config", *effect, "runs", "columns", "tokens", "calls"]
         return [names] + [
             [
-                row.name,
+                shown_name,
                 str(row.level),
                 f"{row.num_heads}x{row.head_dim}",
                 row.config or "-",
@@ -82,7 +84,7 @@ class Summary:
                 "-" if row.num_tokens is None else str(row.num_tokens),
                 ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
             ]
-            for row in self.rows
+            for shown_name, row in zip(shown_names, self.rows, strict=True)
         ]
 
     def __str__(self) -> str:

@@ -87,63 +87,50 @@ def apply_avq(
 ) -> AnyModel:
     """Run the self-attention of a model with AVQ.
 
-    Unless `source` is a codebook, codewords come from the keys of each call, so nothing is
-    calibrated or stored. Applying AVQ again replaces the earlier one; on failure, the model is left
-    unchanged.
+    ```python
+    apply_avq(pipe)
+    image = pipe("a castle at sunset", height=1024, width=1024).images[0]
+    apply_avq(pipe, threshold=5e-4)  # faster and coarser
+    apply_avq(pipe, tolerance=0.02, prompt="a castle")  # within 2 % of exact attention
+    remove_avq(pipe)
+    ```
 
-    Tokens beside the image's grid are attended to exactly: text keys (SD3, Flux, Flux2, Flux3,
-    Qwen-Image, Z-Image), CLS and register tokens. Text queries use AVQ too.
-
-    Calls that AVQ cannot serve run the layer's previous attention, and `summary` says why: calls
-    with masks that do more than hide a text's padding, with merged or dropped tokens or reference
-    images, calls of a block outside its model, and all calls while another tool acts on attention
-    scores (perturbed-attention guidance, a replaced `scaled_dot_product_attention`, `with
-    attention_backend(...)`). Compiled training runs exact attention with any mask. A layer keeps
-    any attention processor other than diffusers' plain ones, such as StyleAligned's, whether it is
-    set before or after; a warning names these layers.
-
-    In transformers that several processes run together by Ulysses context parallelism or tensor
-    parallelism, each runs AVQ on its heads, and the first one decides for all. Ring attention runs
-    exact.
-
-    With a tolerance, layers get the fastest options, or exact attention, that keep the model's
-    output error within it. `measure_error` first measures the model on `prompt` or `pixel_values`
-    and caches the profile in the user's cache folder; later calls with the same model and
-    measurement arguments need neither. With fewer tokens than were measured, the route `"fastest"`
-    runs exact attention.
-
-    Distilled codebooks may change projections. The changes are added in AVQ calls only, in the
-    model's dtype; parameters are never written, so fine-tunes and LoRA work as with exact
-    attention. In-place changes to codewords take effect while codebooks and model are on the same
-    device. A warning says if the codebooks were made for a Hub model of another name.
-
-    Pipelines that share a model, for instance through `from_pipe`, share its AVQ. Models that
-    diffusers builds from a UNet start without AVQ: `ControlNetModel.from_unet`, and AnimateDiff's
-    UNet. `torch.export` takes models with AVQ, except Flux, Flux2 and Flux3, whose grid is in
-    tensor values.
+    Applying AVQ again replaces the earlier one; on failure, the model is left unchanged. Unless
+    `source` is a codebook, codewords come from the keys of each call, so nothing is calibrated or
+    stored.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, one of these models, or a vision model of
             transformers (ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and similar, with any head).
+
+        What to run:
         source: an `AVQConfig` or its string, such as `"M64C8T1e-4"`, `AVQCodebooks` of this model
             (UNets and vision models), or the `ErrorProfile` of an earlier measurement, which needs
             a tolerance. None is M64C8T1e-4: 64 parents of 8 children, threshold 1e-4, at levels 0
             and 1 of a UNet and in all layers of other models.
+        **options: fields of `AVQConfig`, such as `threshold=1e-3` or `levels=(0,)`, which replace
+            those of `source`. With a tolerance also further arguments of `measure_error`, such as
+            `height=1024, width=1024`.
+
+        To bound the model's error instead:
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
-            exact attention's: above 0 and at most 0.5, such as 0.02 for 2 %.
+            exact attention's: above 0 and at most 0.5, such as 0.02 for 2 %. Layers get the fastest
+            options, or exact attention, that keep the error within it. `measure_error` first
+            measures the model, and the profile is kept in the user's cache folder; later calls with
+            the same model and measurement arguments need no prompt and no images. With fewer tokens
+            than were measured, the route `"fastest"` runs exact attention.
         prompt: one or more prompts to measure on; needs a pipeline. With several, the tolerance
             also holds on most other prompts.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
-        backend: as in `avq_attention`.
+
+        Rarely set:
         route: `"fastest"` runs exact attention where it is faster on this device at this number of
             tokens, by a measurement at the first such call or when that is compiled, which takes at
-            most about 3 s with a progress bar and is cached in the user's cache folder. With a
+            most about 3 s with a progress bar and is kept in the user's cache folder. With a
             threshold, this depends on the columns that a layer shows in its first call, which runs
             AVQ, and in some later ones; in code compiled before, on 192. `"always"` runs AVQ. A
             number runs AVQ from that many tokens on.
-        **options: fields of `AVQConfig`, such as `levels=(0,)` or `threshold=1e-3`, which replace
-            those of `source`. With a tolerance also further arguments of `measure_error`, such as
-            `height=1024, width=1024`.
+        backend: as in `avq_attention`.
 
     Returns:
         `pipe`.
@@ -154,6 +141,31 @@ def apply_avq(
             come without a tolerance.
         ValueError: codebooks, profile or configuration do not fit the model, backend or route is
             unknown, the UNet has LinFusion layers, or the tolerance is not above 0 and at most 0.5.
+
+    **Which tokens.** Tokens beside the image's grid are attended to exactly: text keys (SD3, Flux,
+    Flux2, Flux3, Qwen-Image, Z-Image), CLS and register tokens. Text queries use AVQ too.
+
+    **Which calls.** Calls that AVQ cannot serve run the layer's previous attention, and `summary`
+    says why: calls with masks that do more than hide a text's padding, with merged or dropped
+    tokens or reference images, calls of a block outside its model, and all calls while another tool
+    acts on attention scores (perturbed-attention guidance, a replaced
+    `scaled_dot_product_attention`, `with attention_backend(...)`). Compiled training runs exact
+    attention with any mask. A layer keeps any attention processor other than diffusers' plain ones,
+    such as StyleAligned's, whether it is set before or after; a warning names these layers.
+
+    **Several processes.** In transformers that several processes run together by Ulysses context
+    parallelism or tensor parallelism, each runs AVQ on its heads, and the first one decides for
+    all. Ring attention runs exact.
+
+    **Codebooks.** Distilled codebooks may change projections. The changes are added in AVQ calls
+    only, in the model's dtype; parameters are never written, so fine-tunes and LoRA work as with
+    exact attention. In-place changes to codewords take effect while codebooks and model are on the
+    same device. A warning says if the codebooks were made for a Hub model of another name.
+
+    **Shared and exported models.** Pipelines that share a model, for instance through `from_pipe`,
+    share its AVQ. Models that diffusers builds from a UNet start without AVQ:
+    `ControlNetModel.from_unet`, and AnimateDiff's UNet. `torch.export` takes models with AVQ,
+    except Flux, Flux2 and Flux3, whose grid is in tensor values.
     """
     models = models_of(pipe)
     check_backend(backend)

@@ -40,6 +40,19 @@ POINTERS = {
 # Most kibibytes of shared memory per program.
 MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 MOST_SPILLED = 0.01
+INTRODUCTION = f"""# Compiled variants
+
+What Triton compiles each kernel to, for GPUs that were not at hand. A kernel should spill at most
+{MOST_SPILLED:.0%} of its instructions and fit the GPU's shared memory; one that does not is slower
+there, or does not start.
+
+- *Call* is the configuration; `/own1` updates its codewords once. *Sinks* are keys that every query
+  attends to exactly. *sm_86* is compute capability 8.6, and so on.
+- *Registers* are per thread, at most 255. *Spilled* is the share of instructions that move
+  registers to memory and back.
+- *Stack* is in bytes per thread; *shared KiB* and *tensor memory* (in columns, at most 512) are per
+  program.
+"""
 
 
 class Case(NamedTuple):
@@ -111,9 +124,9 @@ def variants_table(rows: Sequence[Row]) -> str:
         "tensor memory": "tensor_memory",
     }
     return (
-        f"{len(rows)} kernels, of which {len(missed)} miss a bound. Registers per thread, share of "
-        f"instructions that spill, KiB of shared memory:\n\n{markdown_table(header, cells)}\n\n"
-        f"More than {MOST_SPILLED:.0%} spilled, or more memory than the GPU has:\n\n"
+        f"{len(rows)} kernels, of which {len(missed)} miss a bound. The head dim that needs most: "
+        f"registers, spilled, shared KiB.\n\n{markdown_table(header, cells)}\n\n"
+        f"Kernels that miss a bound:\n\n"
         f"{rows_table(columns, missed)}"
     )
 
@@ -126,7 +139,7 @@ def variants_page(documents: Iterable[Mapping[str, Any]]) -> str:
         f"{variants_table(document['rows'])}\n"
         for document in documents
     ]
-    return "\n".join(["# Compiled variants\n", *parts])
+    return "\n".join([INTRODUCTION, *parts])
 
 
 def _worst(rows: Sequence[Row]) -> str:

@@ -121,7 +121,6 @@ def tolerance(
     Example: python -m eval vision tolerance --download
     """
     from eval.quality.tolerance import tolerance_table
-    from eval.vision.profile_plot import plot_profile
     from eval.vision.tolerance import measure_tolerances
 
     limits = tolerances_of("--tolerances", tolerances)
@@ -138,7 +137,7 @@ def tolerance(
         profile=asdict(profile),
         rows=rows,
     )
-    plot_profile(profile, path.with_suffix(".png"))
+    profile.plot(path.with_suffix(".png"))
 
 
 @app.command()

@@ -205,9 +205,11 @@ def by_tokens(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
-    title = {"error": "error of a layer", "features_off": "features off"}[y]
-    curves = lines(rows, "scheme", x, y)
-    return Panel(f"{title}, N = {rows[0]['tokens']}", x, curves, xscale="log", yscale="log")
+    title = {"error": "error of one layer", "features_off": "error of the features"}[y]
+    curves = lines(rows, lambda row: row["scheme"].removesuffix(", own"), x, y)
+    xlabel = {"ms": "ms of the layer; dashed: exact attention"}.get(x, x)
+    title = f"{title}, {rows[0]['tokens']} tokens"
+    return Panel(title, xlabel, curves, xscale="log", yscale="log")
 
 
 def distance(output: Tensor, exact: Tensor) -> float:

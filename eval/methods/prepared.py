@@ -74,7 +74,9 @@ class Method:
     @property
     def has_own_codewords(self) -> bool:
         """Whether codewords come from the keys of each call, projections trained or not."""
-        return self.own is not None or (self.codebooks is not None and self.codebooks.own_codewords)
+        return self.own is not None or (
+            self.codebooks is not None and self.codebooks.config["own_codewords"]
+        )
 
     @property
     def unusual_fields(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from eval.quality.method_table import build_table
 from eval.quality.scene_rows import LESS_EXACT
 from eval.quality.tolerance import SLACK, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
-from eval.store.plots import Line, Panel, bar_plot, panel_plot
+from eval.store.plots import Line, Panel, bar_plot, lines, panel_plot
 from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
@@ -29,6 +29,7 @@ STEPS = "speed/bench_steps_cuda.json"
 PARALLEL = "speed/bench_parallel_cuda_x2.json"
 TIMED = "1024² (SD1.5; compiled)"  # a column of the methods table
 OWN = ", own codewords"  # true for all rows, so labels omit it
+OWN_SCHEME = ", own"
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
 LABELS = {
     EXACT: "exact attention",
@@ -125,7 +126,7 @@ def speed(folder: Path) -> Figures:
         run: {f"{row['title']}, {row['image']}": row["times_as_fast"] for row in found}
         for run, found in groupby(rows, itemgetter("run"))
     }
-    draw = bars_plot("times as fast as exact attention", bars)
+    draw = bars_plot("times as fast as exact attention", bars, reference=1)
     return Figures(values, [path, on_several.path], "speed.png", draw)
 
 
@@ -216,9 +217,10 @@ def quality(folder: Path) -> Figures:
         values[name] = f"{row['psnr_median']:.1f} dB{time}"
     bars: dict[str, dict[str, float]] = {}
     for row in rows:
-        names = {"all": "all levels", "0": "level 0"}
-        levels = names.get(row["levels"], f"levels {row['levels']}")
-        bars.setdefault(row["model"], {})[f"{row['attention']}, {levels}"] = row["psnr_median"]
+        names = {"all": "all layers", "0": "level 0"}
+        panel = f"{row['model']}, {names.get(row['levels'], 'levels 0 and 1')}"
+        more = ", level 2 too" if row["levels"].endswith("2") else ""
+        bars.setdefault(panel, {})[row["attention"] + more] = row["psnr_median"]
     draw = bars_plot("PSNR to exact attention's images, dB", bars)
     return Figures(values, [*groups[0], *groups[1], newest, *times], "quality_psnr.png", draw)
 
@@ -339,7 +341,20 @@ def vision(folder: Path) -> Figures:
         "miou": loss(miou, PAPER),
         "top1": loss(top1, PAPER),
     }
-    return Figures(values, [features, miou.path, top1.path])
+    panels = []
+    for side in sides:
+        of_size = [
+            row | {"attention": row["scheme"].replace(OWN_SCHEME, "")}
+            for row in file.rows.values()
+            if row["size"] == side and row.get("ms") and row["method"] != EXACT
+        ]
+        curves = lines(of_size, "attention", "ms", "features_off")
+        exact_ms = file.rows[EXACT, side]["ms"]
+        title, time = f"error of the features, {side}²", "ms of a forward pass; dashed: exact"
+        scales = {"xscale": "log", "yscale": "log", "reference_x": exact_ms}
+        panels.append(Panel(title, time, curves, **scales))
+    draw = partial(panel_plot, rows=[panels])
+    return Figures(values, [features, miou.path, top1.path], "vision.png", draw)
 
 
 def hardware(folder: Path) -> Figures:
@@ -420,6 +435,8 @@ def three_digits(name: str) -> Column:
     return lambda row: number(row[name] and float(f"{row[name]:.3g}"), "g")
 
 
-def bars_plot(xlabel: str, panels: Mapping[str, Mapping[str, float]]) -> Callable[[Path], None]:
+def bars_plot(
+    xlabel: str, panels: Mapping[str, Mapping[str, float]], reference: float | None = None
+) -> Callable[[Path], None]:
     """A function that draws a panel of bars per entry."""
-    return partial(bar_plot, panels=panels, xlabel=xlabel)
+    return partial(bar_plot, panels=panels, xlabel=xlabel, reference=reference)

@@ -180,7 +180,7 @@ def tolerance_panels(rows: Sequence[Mapping[str, Any]], title: str) -> list[list
     """Output error against the time of a step; a dashed line marks exact attention."""
     exact = next(row.get("ms") for row in rows if row["scheme"] == EXACT)
     shown = [row | {"error": median(row["errors"])} for row in rows if max(row["errors"])]
-    curves = lines(shown, "scheme", "ms", "error")
+    curves = lines(shown, lambda row: row["scheme"].removesuffix(", own"), "ms", "error")
     return [
         [
             Panel(

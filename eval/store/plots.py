@@ -13,6 +13,8 @@ from avq_diffusers.files import atomic_write
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 combinations
 DASHES = ("-", ":", "-.")
+DASHED: dict[str, Any] = {"linestyle": "--", "linewidth": 0.8, "color": "#808080"}
+MOST_MARKERS = 20
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,18 @@ def _look(index: int) -> dict[str, Any]:
 
 def _draw(axes: Any, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Draw a panel; return the legend handle per label."""
-    from matplotlib.ticker import LogLocator, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     handles = {}
     for line in panel.lines:
-        (handles[line.label],) = axes.plot(line.x, line.y, **looks[line.label])
-    dashed = {"linestyle": "--", "linewidth": 0.8, "color": "#808080"}
+        look = looks[line.label]
+        if len(line.x) > MOST_MARKERS:
+            look = look | {"marker": ""}
+        (handles[line.label],) = axes.plot(line.x, line.y, **look)
     if panel.reference is not None:
-        axes.axhline(panel.reference, **dashed)
+        axes.axhline(panel.reference, **DASHED)
     if panel.reference_x is not None:
-        axes.axvline(panel.reference_x, **dashed)
+        axes.axvline(panel.reference_x, **DASHED)
     axes.set(yscale=panel.yscale, xlabel=fill(panel.xlabel, 42), title=panel.title)
     if panel.xscale == "log":
         low, high = axes.get_xlim()
@@ -115,20 +119,42 @@ def _draw(axes: Any, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> dict[
         if high < 4 * low:  # few powers of two
             axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 4, 6, 8)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
+    if panel.yscale == "log":
+        low, high = axes.get_ylim()
+        steps = (1, 2, 5) if high < 100 * low else (1,)
+        axes.yaxis.set_major_locator(LogLocator(10, subs=steps))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     return handles
 
 
-def bar_plot(path: Path, panels: Mapping[str, Mapping[str, float]], *, xlabel: str) -> None:
-    """Write a panel of labelled horizontal bars per entry of `panels`."""
+def bar_plot(
+    path: Path,
+    panels: Mapping[str, Mapping[str, float]],
+    *,
+    xlabel: str,
+    reference: float | None = None,
+) -> None:
+    """Write a panel of labelled horizontal bars per entry of `panels`.
+
+    With `reference`, bars start there, on a logarithmic axis.
+    """
     most = max((len(bars) for bars in panels.values()), default=1)
     number = max(1, len(panels))
     figure = _figure(5.4 * number, 1.4 + 0.36 * max(1, most))
     columns = figure.subplots(1, number, squeeze=False).flat
     for axes, (name, bars) in zip(columns, panels.items(), strict=False):
-        drawn = axes.barh(range(len(bars)), list(bars.values()), color=COLOURS[0])
+        start = reference or 0
+        widths = [value - start for value in bars.values()]
+        drawn = axes.barh(range(len(bars)), widths, left=start, color=COLOURS[0])
         axes.set_yticks(range(len(bars)), [fill(label, 36) for label in bars], fontsize=8)
-        axes.bar_label(drawn, fmt="%.4g", padding=3, fontsize=8)
+        numbers = [f"{value:#.2g}".rstrip(".") for value in bars.values()]
+        axes.bar_label(drawn, numbers, padding=3, fontsize=8)
+        if reference is not None:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.axvline(reference, **DASHED)
         axes.set(xlabel=xlabel, title=name)
         axes.margins(x=0.2)
         axes.invert_yaxis()

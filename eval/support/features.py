@@ -13,6 +13,13 @@ from eval.store.markdown import markdown_table
 from eval.store.report import environment, save_json
 
 COLUMNS = {"cpu": "CPU", "cuda": "GPU"}
+INTRODUCTION = """# Features
+
+Which features of diffusers work together with AVQ: each entry stands for tests that passed. A note
+in brackets says what happens: *runs exact*, these layers or calls run exact attention; *kept*, the
+other tool's attention stays; *reported*, `summary` says so. *Tiny* models are the real classes with
+few and narrow layers. A dash means that no test runs on that device.
+"""
 GROUPS = {
     "Pipelines": (
         *("text to image", "img2img", "inpainting", "upscaling", "AnimateDiff", "from_pipe"),
@@ -112,7 +119,7 @@ def features_table(columns: dict) -> str:
         [group, *(_cell(names, columns[device]["features"]) for device in COLUMNS)]
         for group, names in GROUPS.items()
     ]
-    return markdown_table(header, rows)
+    return f"{INTRODUCTION}\n{markdown_table(header, rows)}"
 
 
 def _cell(names: tuple[str, ...], outcomes: dict[str, dict[str, int]]) -> str:

@@ -135,8 +135,11 @@ def models_table(found: dict[str, Any]) -> str:
     not_served = ", ".join(name for name in pipelines if name not in served)
     share = f"{len(served) / len(pipelines):.0%}"
     return (
+        f"# Models\n\n"
         f"Of the {len(pipelines)} pipelines of diffusers {found['diffusers']} that make images or "
         f"videos from a text alone, AVQ runs in {len(served)}, {share}. Not in: {not_served}.\n\n"
+        "A row is a model and the pipelines that use it. Calls that *run exact* work, with exact "
+        "attention. Models with *no* are refused by `apply_avq`, for the reason given.\n\n"
         + markdown_table(["model", "runs AVQ", "pipelines"], rows)
     )
 

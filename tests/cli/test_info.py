@@ -14,7 +14,7 @@ def test_info_says_what_runs_here(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = CliRunner().invoke(app, ["info"])
     assert result.exit_code == 0, result.output
-    lines = dict(line.split("  ", 1) for line in result.output.splitlines())
+    lines = dict(line.split("  ", 1) for line in result.output.splitlines() if "  " in line)
     found = {name.strip(): text.strip() for name, text in lines.items()}
     assert f"torch {version('torch')}" in found["packages"]
     assert found["backend torch"] == "runs"

@@ -420,7 +420,7 @@ def test_options_run_and_resume(model, tmp_path, settings):
     assert_same(final(halves, 2), final(whole, 2))
     exports = [AVQCodebooks.from_pretrained(path / "codebooks") for path in (whole, halves)]
     assert_same(*({"tensors": exported.state_dict()} for exported in exports))
-    assert exports[0].own_codewords == (settings.get("codebooks") == "null")
+    assert exports[0].config["own_codewords"] == (settings.get("codebooks") == "null")
 
 
 # Resuming

@@ -187,7 +187,7 @@ def test_from_a_model_to_the_table(model, tmp_path, monkeypatch, capsys):
     assert first.endswith(table)
     assert len(table.splitlines()) == 2 + 3
     made = AVQCodebooks.from_pretrained(tmp_path / "out/distill/own_m64p16c8/codebooks")
-    assert (made.own_codewords, made.config["training"]["steps"]) == (True, 2)
+    assert (made.config["own_codewords"], made.config["training"]["steps"]) == (True, 2)
     rows = [tmp_path / "out/rows" / f"{name}-64" for name in ("exact", "own_m64p16c8", "linfusion")]
     images = {image_path(row, 3).read_bytes() for row in rows}
     assert len(images) == 3

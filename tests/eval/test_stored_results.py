@@ -64,4 +64,4 @@ def test_the_page_of_variants_is_that_of_its_results():
 
     paths = sorted(path for path in PATHS if KINDS[path] == "bench variants")
     page = variants_page([read_result(path).document for path in paths])
-    assert (RESULTS / "variants.md").read_text() == page
+    assert (RESULTS / "notes" / "variants.md").read_text() == page

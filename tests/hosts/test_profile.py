@@ -32,7 +32,6 @@ from avq_diffusers.hosts.measuring import exact_runs, kept_profiles, profile
 from avq_diffusers.hosts.measuring.allocation import OPERATIONS, allocate, power_laws
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, LayerEffects, Measured, Part
 from avq_diffusers.hosts.models.registry import models_of
-from eval.vision.profile_plot import plot_profile
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8C2T1e-4", query_tile=16, levels=(0, 1))
@@ -270,8 +269,8 @@ class TestWithin:
     def test_plot(self, tmp_path):
         """Catches a curve that fails where some plan has no error."""
         profile = profile_with(law(0.0), {})
-        plot_profile(profile, tmp_path / "curve.png")
-        plot_profile(profile_with(law(0.01), law(0.04)), tmp_path / "curve.png")
+        profile.plot(tmp_path / "curve.png")
+        profile_with(law(0.01), law(0.04)).plot(tmp_path / "curve.png")
         with Image.open(tmp_path / "curve.png") as image:
             assert np.ptp(image) == 255
         assert [x.name for x in tmp_path.iterdir()] == ["curve.png"]

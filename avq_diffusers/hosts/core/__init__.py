@@ -24,6 +24,7 @@ from avq_diffusers.hosts.core.layers import (
     default_config,
     entrance_of,
     own_name,
+    short_names,
 )
 from avq_diffusers.hosts.core.ranks import Ranks, agreed
 from avq_diffusers.hosts.core.reading import read_once

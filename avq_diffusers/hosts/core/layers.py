@@ -42,6 +42,14 @@ class LayerSpec:
         return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
 
 
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of layers without the submodules at the end that all of them share."""
+    parts = [name.split(".") for name in names]
+    while len(parts) > 1 and all(len(x) > 1 and x[-1] == parts[0][-1] for x in parts):
+        parts = [modules[:-1] for modules in parts]
+    return [".".join(modules) for modules in parts]
+
+
 @dataclass(frozen=True)
 class Layer(LayerSpec):
     """A self-attention layer of a model, with its modules.

@@ -285,7 +285,7 @@ def measure(
     text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
     if device.type == "cpu":
         trial = trial._replace(shape=(1, *trial.shape[1:]))
-        with tqdm(total=1, desc=text) as bar:
+        with tqdm(total=1, desc=text, leave=False) as bar:
             is_faster = _is_faster_on_cpu(*_both_attentions(dtype, device, trial))
             bar.update()
         return dict.fromkeys(names, is_faster)
@@ -296,7 +296,7 @@ def measure(
     with torch.accelerator.device_index(device.index):
         return {
             name: costs[name] * share * timers[name](avq) <= timers[name](exact)
-            for name in tqdm(names, text)
+            for name in tqdm(names, text, leave=False)
         }
 
 

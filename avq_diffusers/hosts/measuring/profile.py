@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avq_diffusers.config import (
+    LARGEST_TOLERANCE,
     AVQConfig,
     check_int,
     check_threshold,
@@ -31,6 +32,7 @@ from avq_diffusers.hosts.core import (
     LayerState,
     SpecSchedule,
     check_specs,
+    short_names,
 )
 from avq_diffusers.hosts.measuring.allocation import (
     FASTER,
@@ -45,6 +47,7 @@ from avq_diffusers.hosts.measuring.allocation import (
 )
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
+PLOTTED_TOLERANCE = 0.02
 # Far above any effect or time; its square is finite.
 _LARGEST = 1e100
 
@@ -270,6 +273,46 @@ class ErrorProfile:
             return cls(config, layers, parts, thresholds, **stored)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a saved {cls.__name__}: {error!r}.") from error
+
+    def plot(self, path: str | Path) -> None:
+        """Plot gain against output error, and the columns of each layer at a tolerance of 0.02.
+
+        The gain is that of attention, off a GPU the ratio of operations. A line for the thresholds
+        that `within` chooses, points for one threshold in all layers. Needs matplotlib.
+
+        Raises:
+            OSError: `path` cannot be written; what was there stays.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, max(4.5, 0.25 * len(self.layers))), layout="constrained")
+        axes, of_layers = figure.subplots(1, 2)
+        equal = {threshold: self.uniform(threshold) for threshold in self.thresholds}
+        errors = [max(plan.error, 1e-9) for plan in equal.values()]
+        least, most = (min(x, LARGEST_TOLERANCE) for x in (min(errors) / 3, max(errors)))
+        best = [self.within(min(x, most)) for x in np.geomspace(least, most, 60).tolist()]
+        shown = [(plan.error, plan.speedup) for plan in best if plan.error > 0]
+        axes.plot([x for x, _ in shown], [y for _, y in shown], label="within a tolerance")
+        for threshold, plan in equal.items():
+            axes.plot(plan.error, plan.speedup, "o", label=f"{threshold:g} in all layers")
+        axes.axhline(1, color="black", linestyle="--", label="exact")
+        gain = FASTER if self.unit == MILLISECONDS else "operations of exact attention / AVQ's"
+        axes.set(xscale="log", xlabel="error of the output", ylabel=f"attention, {gain}")
+
+        choices = self.within(PLOTTED_TOLERANCE).choices
+        rows = range(len(choices))
+        for start in self.parts:
+            columns = [parts[start].columns for parts in choices.values()]
+            of_layers.plot(columns, rows, "o", label=f"from timestep {start}")
+        of_layers.plot([one.num_tokens for one in self.layers], rows, "k|", label="exact")
+        of_layers.set(xscale="log", xlabel=f"columns within a tolerance of {PLOTTED_TOLERANCE:g}")
+        of_layers.set_yticks(rows, short_names([*choices]), fontsize=8)
+        of_layers.invert_yaxis()
+        for panel in (axes, of_layers):
+            panel.grid(alpha=0.3)
+            panel.legend()
+        with atomic_write(Path(path)) as temporary:
+            figure.savefig(temporary, dpi=110)
 
     def __str__(self) -> str:
         plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]

@@ -381,8 +381,8 @@ def prepare(model: nn.Module) -> None:
         layers = [layer for layer in UNET.layers(model) if layer.attn in ours]
         if not layers:
             raise TypeError(
-                f"AVQProcessor serves self-attention in the spatial transformers of a UNet, which "
-                f"{type(model).__name__} has none of; reload the model and call apply_avq."
+                f"AVQProcessor serves self-attention in the spatial transformers of a UNet, but "
+                f"{type(model).__name__} has none; reload the model and call apply_avq."
             )
         UNET.refuse(model)
         hosted = Hosted(UNET, model, model, "")
