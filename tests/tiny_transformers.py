@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from avq_diffusers import AVQConfig
+from avq_diffusers.mini.loading import shared_parts
+from distill.pretrain.export import make_sd3_pipeline, save_sd3
 
 CONFIG = AVQConfig.parse("M4P2C2", query_tile=16)
 EXACT = AVQConfig.parse("M4C2T0", query_tile=16)
@@ -34,64 +37,28 @@ FLUX3 = getattr(diffusers, "Flux3Transformer2DModel", None)  # None before diffu
 
 # What each class needs beside `HEADS`. SD3.5-medium has query and key norms, and a second attention
 # in its first blocks.
+TEXT, POOLED = {"joint_attention_dim": 32}, {"pooled_projection_dim": 64}
+LATENTS = {"in_channels": 4, "out_channels": 4}
+TOKENS = TEXT | {"in_channels": 4, "num_layers": 1, "num_single_layers": 1}
 SIZES = {
     SD3Transformer2DModel: {
-        "sample_size": 32,
-        "patch_size": 2,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 3,
-        "caption_projection_dim": 128,
-        "joint_attention_dim": 32,
-        "pooled_projection_dim": 64,
-        "dual_attention_layers": (0, 1),
-        "qk_norm": "rms_norm",
+        **{"sample_size": 32, "patch_size": 2, "num_layers": 3, "caption_projection_dim": 128},
+        **{"dual_attention_layers": (0, 1), "qk_norm": "rms_norm", **LATENTS, **TEXT, **POOLED},
     },
     FluxTransformer2DModel: {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "joint_attention_dim": 32,
-        "pooled_projection_dim": 64,
-        "axes_dims_rope": [16, 24, 24],
+        **{**TOKENS, "num_single_layers": 2, "axes_dims_rope": [16, 24, 24], **POOLED},
     },
-    Flux2Transformer2DModel: {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "joint_attention_dim": 32,
-        "axes_dims_rope": [16] * 4,
-    },
-    FLUX3: {
-        "in_channels": 4,
-        "cond_in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "joint_attention_dim": 32,
-        "axes_dims_rope": (16,) * 4,
-    },
+    Flux2Transformer2DModel: {**TOKENS, "axes_dims_rope": [16] * 4},
+    FLUX3: {**TOKENS, "cond_in_channels": 4, "axes_dims_rope": (16,) * 4},
     QwenImageTransformer2DModel: {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "joint_attention_dim": 32,
-        "axes_dims_rope": (16, 24, 24),
+        **{"num_layers": 2, "axes_dims_rope": (16, 24, 24), **LATENTS, **TEXT},
     },
     WanTransformer3DModel: {
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 32,
-        "freq_dim": 32,
-        "ffn_dim": 64,
-        "num_layers": 2,
-        "rope_max_seq_len": 64,
+        **{"text_dim": 32, "freq_dim": 32, "ffn_dim": 64, "num_layers": 2, "rope_max_seq_len": 64},
+        **LATENTS,
     },
     LTXVideoTransformer3DModel: {
-        "in_channels": 4,
-        "out_channels": 4,
-        "cross_attention_dim": 128,
-        "num_layers": 2,
-        "caption_channels": 32,
+        **{"cross_attention_dim": 128, "num_layers": 2, "caption_channels": 32, **LATENTS},
     },
 }
 
@@ -256,3 +223,15 @@ def draw(pipe, **arguments) -> Tensor:
     }
     generator = torch.Generator().manual_seed(0)
     return pipe("a red fox", generator=generator, **defaults | arguments).images
+
+
+def save_tiny_mini_sd3(folder: Path) -> None:
+    """Save it in the form of mini-sd3, for images of 64 x 64 pixels and up to twice that side."""
+    sizes = {"sample_size": 16, "num_layers": 2, "attention_head_dim": 16}
+    sizes |= {"joint_attention_dim": 384, "caption_projection_dim": 32}
+    sizes |= {"pooled_projection_dim": 384, "pos_embed_max_size": 16}
+    transformer = sd3_transformer(**sizes, dual_attention_layers=(0,))
+    for name, parameter in transformer.named_parameters():
+        if name.endswith("linear.bias"):  # gates that let attention act
+            parameter.data.add_(1)
+    save_sd3(make_sd3_pipeline(transformer, shared_parts(), 3.0), folder)

@@ -409,17 +409,6 @@ def test_without_a_codebook_a_shift_of_all_keys_changes_nothing(backend):
     assert relative_error(run(backend, given, **shifted(given)), output) < tolerance
 
 
-@pytest.mark.parametrize("num_refined", [0, 2])
-def test_sinks_share_the_softmax_with_codewords(num_refined):
-    """Sinks only dilute: the output is a mean of that without them and of their values."""
-    given = usual(MEANS, batch=1, queries=24) | {"num_refined": num_refined}
-    sinks = {"sink_key": given["key"][:, :, :5], "sink_value": 0 * given["value"][:, :, :5]}
-    share = run("reference", given, value=torch.ones_like(given["value"]), **sinks)
-    assert 0.01 < share.min() < share.max() < 1
-    diluted = run("reference", given, **sinks)
-    assert relative_error(diluted, share * run("reference", given)) < 1e-12
-
-
 @pytest.mark.parametrize(("form", "num_refined"), [(MEANS, 3), (STORED, 6)])
 def test_empty_codewords_far_away_change_nothing(backend, form, num_refined):
     given = usual(form, batch=1, queries=24)
@@ -463,19 +452,6 @@ def test_tiled_importance_extrapolates_the_denominator(importance_tile):
         query, codebook.parents, counts[None, None], 0.3, importance_tile
     )
     torch.testing.assert_close(importance[0, 0], expected)
-
-
-def test_gradients_pass_straight_through_the_quantization_of_stored_codewords():
-    given = usual(STORED, queries=20)
-    tokens = [given[name].detach().requires_grad_() for name in ("query", "key", "value")]
-    output = avq_attention(*tokens, given["codebook"], num_refined=6, codewords=STORED)
-    quantized = [tokens[0], representatives(given)[1].requires_grad_(), tokens[2]]
-    expected = F.scaled_dot_product_attention(*quantized)
-    of_both = (
-        torch.autograd.grad(y.cos().sum(), x) for y, x in ((output, tokens), (expected, quantized))
-    )
-    for gradient, target in zip(*of_both, strict=True):
-        assert relative_error(gradient, target) < 1e-12
 
 
 @pytest.mark.parametrize("form", [OWN, MEANS])

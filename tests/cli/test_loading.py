@@ -16,7 +16,7 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 from tiny import draw, sdxl_pipe, tiny_pipe, tiny_unet
-from tiny_mini_sd3 import save_tiny_mini_sd3
+from tiny_transformers import save_tiny_mini_sd3
 
 from avq_diffusers import mini
 from avq_diffusers.cli.images import training_size

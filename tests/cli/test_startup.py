@@ -1,13 +1,18 @@
-"""Help and refused options answer at once: without PyTorch and the libraries on top of it."""
+"""Help, refused options and `avq info` answer at once: without PyTorch and its libraries."""
 
 import json
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from typer.testing import CliRunner
+
+from avq_diffusers.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,3 +93,22 @@ def test_needs_no_pytorch(tmp_path):
         assert message in output, command
         # `avq` is not launched; the others lift the limit before they import PyTorch.
         assert command.startswith("avq") or not has_one_thread, command
+
+
+def test_info_says_what_runs_here(monkeypatch, tmp_path):
+    """Catches a package whose absence ends the command, and reasons that dispatch does not give."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 0, result.output
+    lines = dict(line.split("  ", 1) for line in result.output.splitlines() if "  " in line)
+    found = {name.strip(): text.strip() for name, text in lines.items()}
+    assert f"torch {version('torch')}" in found["packages"]
+    assert found["backend torch"] == "runs"
+    if torch.cuda.is_available():
+        assert torch.cuda.get_device_name() in found["device"]
+    else:
+        reason = "query is on cpu, and the kernels need an NVIDIA GPU"
+        assert found["backend triton"] == f"cannot run: {reason}"
+    assert found["checks"] == f"0 in {tmp_path / 'avq-diffusers' / 'checks'}"
+    assert found["routes"].endswith("routes.json, not written yet")

@@ -2,9 +2,10 @@
 
 import datasets
 import pytest
-from toy_data import SAMPLES_PER_SHARD
 
 from distill.data import cache
+
+SAMPLES_PER_SHARD = 8
 
 
 @pytest.fixture

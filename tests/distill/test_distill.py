@@ -1,13 +1,14 @@
 """Distillation end to end with a tiny pipeline, killed and shared out, and its parts by hand."""
 
 import json
+import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from diffusers import (
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
-from processes import Command
+from processes import start_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import draw, sdxl_unet, three_level_pipe, three_level_unet
@@ -34,6 +35,7 @@ from tiny_training import (
     make_batch,
     make_objective,
     perturb,
+    reassign_dead,
     unet_output,
 )
 from tqdm import tqdm
@@ -50,6 +52,7 @@ from distill.checkpointing.hub import HTTP_ERRORS, model_card
 from distill.checkpointing.run_folder import locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
+from distill.data import cache
 from distill.log import Meter, log_path
 from distill.objective import timestep_weights
 from distill.preview import generate, student_in
@@ -571,6 +574,23 @@ def test_codebooks_and_losses_start_from_the_base_model(model, tmp_path):
     assert not prepared.empty_text_states.requires_grad
 
 
+def train_in_a_rank() -> None:
+    """What one of two processes does that train together."""
+    folder, *settings = sys.argv[1:]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    cache.SHARD = 2  # so that both processes build a part
+    config = load_config(RUN_CONFIG, DistillConfig, settings)
+    run = Run(config, Path(folder) / "two", resume=False)
+    run.accelerator.end_training = lambda: None  # it would part the processes
+    loop.train(run, "two")
+    assert run.accelerator.num_processes == 2
+    objective = run.objective
+    trained = {name: value.clone() for name, value in objective.state_dict().items()}
+    reassign_dead(objective, threshold=60.0, seed=5)
+    state = {"trained": trained, "reassigned": objective.state_dict()}
+    torch.save(state, f"{folder}/{os.environ['RANK']}.pt")
+
+
 def test_two_processes_are_one(model, tmp_path):
     """Catches codebooks or gradients of each process's own, keys of each process's own in place of
     dead codewords, samples seen twice or never, and a cache that lacks some."""
@@ -580,13 +600,7 @@ def test_two_processes_are_one(model, tmp_path):
     settings = split | {"data.cache": tmp_path / "cache"}
     pairs = pairwise(arguments(model, tmp_path / "two", **settings))
     settings = [value for option, value in pairs if option == "--set"]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        Command("rank:main", [str(x) for x in (rank, port, RUN_CONFIG, tmp_path, *settings)])
-        for rank in range(2)
-    ]
-    for process in processes:
+    for process in start_ranks("test_distill:train_in_a_rank", 2, [tmp_path, *settings]):
         code, printed = process.finish()
         assert code == 0, printed
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -2,17 +2,15 @@
 
 from functools import partial
 
-import coco_rows
 import pytest
 import torch
-from accelerate.state import PartialState
 from tiny import random_codebooks, three_level_unet
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers import select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
 from eval.methods import prepared
-from eval.quality import coco_score, metrics
+from eval.quality import metrics
 from eval.store.report import SCORER
 
 
@@ -80,14 +78,3 @@ def linfusion(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "linfusion"
     save_linfusion(unet, layers, folder, training={"steps": 5})
     return folder
-
-
-@pytest.fixture(scope="module")
-def own_state(scorer_folder):
-    """The processes of other tests are not those of these; four blocks and a tiny scorer do."""
-    PartialState._reset_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coco_rows, "SCORER", scorer_folder)
-        patch.setattr(coco_score, "JACKKNIFE_BLOCKS", 4)
-        yield
-    PartialState._reset_state()

@@ -1,30 +1,105 @@
 """Rows of COCO: generated, killed, resumed and scored."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
 import shutil
-import socket
-import time
+import sys
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from coco_rows import noise, rows_of, run, score, write_row
+from accelerate.state import PartialState
 from PIL import Image
-from processes import FORKED
+from processes import Command, start_ranks
 from tiny import random_codebooks, three_level_pipe, three_level_unet
 
 from avq_diffusers.files import locked
+from avq_diffusers.images import read_rgb
 from distill.scenes import TEST_SEEDS, sample_scene
-from eval.quality import captions, coco, coco_score
+from eval.quality import captions, coco, coco_score, protocol
 from eval.quality.frechet import fit_gaussian, frechet_distance
 from eval.quality.generation import Sampling, generate_batch
 from eval.quality.metrics import Scorer
+from eval.quality.networks import Inception
+from eval.store.report import SCORER
 
-pytestmark = pytest.mark.usefixtures("own_state")
+
+def run(*arguments):
+    """Exit code, output and errors of `python -m eval coco ...`, run in this process."""
+    from eval import __main__ as command
+
+    output, errors, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["eval", "coco", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            command.main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    finally:
+        sys.argv = argv
+    shown = [line for line in errors.getvalue().splitlines() if line.startswith(("eval:", "warn"))]
+    return code, output.getvalue(), "\n".join(shown)
+
+
+def score(place, *folders, output="results", **changes):
+    options = {
+        "real": place / "scenes/images",
+        "scorer": SCORER,
+        "cache": place / "cache",
+        "output": place / output,
+        "threads": 2,
+    }
+    options |= changes
+    parts = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return run("score", *(place / folder for folder in folders), *parts)
+
+
+def rows_of(place, output="results"):
+    return json.loads((place / output / "coco.json").read_text())["rows"]
+
+
+def noise(height, width, seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return values, Image.fromarray(values)
+
+
+def protocol_config(**changes):
+    return {**protocol.GENERATION, "size": 512, "scalecrafter": False, **changes}
+
+
+def write_row(folder, images, size):
+    """A finished row of given images."""
+    texts = [f"image {index}" for index in range(len(images))]
+    digest = captions.Captions(tuple(texts), "").sha256
+    config = protocol_config(size=size, captions_sha256=digest, num_images=len(images))
+    (folder / "images").mkdir(parents=True)
+    for index, image in enumerate(images):
+        image.save(coco.image_path(folder, index))
+    (folder / "captions.txt").write_text("\n".join(texts) + "\n")
+    row = {"method": "exact", "config": None, "effective_codewords": None}
+    manifest = {"command": "c", "environment": {}, "earlier_sessions": []}
+    config |= {"method": "exact", "model": "models/tiny", "model_sha256": "d"}
+    manifest |= {"config": config, "row": row}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_state(scorer_folder):
+    """The processes of other tests are not those of these; four blocks and a tiny scorer do."""
+    PartialState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "SCORER", scorer_folder)
+        patch.setattr(coco_score, "JACKKNIFE_BLOCKS", 4)
+        yield
+    PartialState._reset_state()
+
 
 NUM = 5  # images of a row
 NUM_REAL = 8
@@ -76,39 +151,27 @@ def images(folder):
     return {path.name: path.read_bytes() for path in sorted((folder / "images").glob("[0-9]*.png"))}
 
 
-def run_process(arguments, environment):
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    code, _, errors = run(*arguments)
-    assert code == 0, errors
+def start(arguments):
+    return Command("eval.__main__:main", ["coco", *arguments])
 
 
-def start(arguments, **environment):
-    process = FORKED.Process(target=run_process, args=(arguments, environment))
-    process.start()
-    return process
+def finish(*processes):
+    for process in processes:
+        code, printed = process.finish()
+        assert code == 0, printed
 
 
-def finish(process):
-    process.join(120)
-    assert process.exitcode == 0
+def test_a_killed_row_goes_on(place, exact):
+    """Catches a half-written image, noise that depends on what is left, lost configuration.
 
-
-def test_kills_and_restarts_change_nothing(place, exact):
-    """Catches a half-written image, noise that depends on what is left, lost configuration."""
+    `reliability/test_kills.py` kills the command.
+    """
     expected = images(exact)
     assert len(expected) == len(set(expected.values())) == NUM
     killed = place / "killed"
-    process = start(generation(place, "killed"))
-    until = time.monotonic() + 60
-    while time.monotonic() < until and len(images(killed)) < 2:
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode in (-9, 0)
-    assert images(killed).items() <= expected.items()
-    paths = sorted((killed / "images").glob("[0-9]*.png"))
-    assert len(paths) >= 2
+    shutil.copytree(exact, killed)
+    *paths, last = sorted((killed / "images").glob("[0-9]*.png"))
+    last.unlink()
     paths[0].write_bytes(expected[paths[0].name][:-20])
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(paths[1])
     (killed / "images" / f"{coco.TEMPORARY}000004.png").write_bytes(b"half")
@@ -275,15 +338,7 @@ def test_without_the_packages_of_the_networks_the_command_says_what_to_install(p
 
 def test_two_processes_make_the_images_of_one(place, exact):
     """Catches a share that is never made, and noise or codebooks that depend on the process."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        start(generation(place, "two"), RANK=str(rank), LOCAL_RANK=str(rank), **common)
-        for rank in range(2)
-    ]
-    for process in processes:
-        finish(process)
+    finish(*start_ranks("eval.__main__:main", 2, ["coco", *generation(place, "two")]))
     assert images(place / "two") == images(exact)
 
 
@@ -393,3 +448,133 @@ def test_real_features_are_found_again_while_the_files_are_the_same(place, exact
         file.write_bytes(b"damaged")
     assert scored("third")[0] == 0
     assert rows_of(place, "first") == rows_of(place, "third")
+
+
+def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
+    """Catches images of COCO's folders by year, or of cameras, that are no reference."""
+    (tmp_path / "val2014").mkdir()
+    names = ["b.JPG", "d.webp", "e.bmp", "f.tif", "val2014/a.jpeg", "val2014/c.png"]
+    (tmp_path / ".thumbnails").mkdir()
+    for name in (*names, "a.txt", "clip.gif", "val2014/._a.jpeg", ".thumbnails/b.jpg"):
+        (tmp_path / name).touch()
+    assert coco_score.real_images(tmp_path) == [tmp_path / name for name in names]
+    (tmp_path / "more").symlink_to(tmp_path / ".thumbnails", target_is_directory=True)
+    assert tmp_path / "more/b.jpg" in coco_score.real_images(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["turned.jpg", "transparent.png", "grey16.png"])
+def test_images_are_read_as_clean_fid_reads_them(tmp_path, name):
+    """Catches another reader, with which an FID no longer compares with published ones."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    images = {
+        "turned.jpg": (noise(64, 48, 0)[1], {"exif": exif}),
+        "transparent.png": (Image.new("RGBA", (8, 8), (0, 0, 0, 0)), {}),
+        "grey16.png": (Image.fromarray(np.full((8, 8), 0x4080, np.uint16)), {}),
+    }
+    image, options = images[name]
+    image.save(tmp_path / name, **options)
+    seen = coco_score._read(tmp_path / name, 0, lambda image, _: np.asarray(image))
+    # clean-fid: `np.array(Image.open(path).convert("RGB"))`
+    with Image.open(tmp_path / name) as opened:
+        assert np.array_equal(seen, np.asarray(opened.convert("RGB")))
+    assert not np.array_equal(seen, np.asarray(read_rgb(tmp_path / name)))
+
+
+@pytest.mark.parametrize("name", ["method", "levels", "captions", "size", "dtype"])
+def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path, name):
+    """Catches figures of other settings beside each other, and a method that none stands beside."""
+    for folder, value in (("one", "a"), ("two", "b")):
+        write_row(tmp_path / folder, [noise(64, 64, seed)[1] for seed in range(2)], 64)
+        manifest = json.loads((tmp_path / folder / "manifest.json").read_text())
+        manifest["config"][name] = value
+        (tmp_path / folder / "manifest.json").write_text(json.dumps(manifest))
+    folders = tmp_path / "one", tmp_path / "two"
+    if name in coco_score.FREE:
+        assert [x.config[name] for x in coco_score.read_folders(folders)] == ["a", "b"]
+        return
+    with pytest.raises(ValueError, match=f"cannot go into one table; they differ in {name}."):
+        coco_score.read_folders(folders)
+
+
+def test_inception_is_the_port_past_its_resizing(monkeypatch):
+    """With random weights, as its own would be downloaded; at 299 the port resizes nothing.
+    Catches a layer that is left out or out of order, and pixels of another scale."""
+    port = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    for owner in (torch.hub, port):
+        monkeypatch.setattr(owner, "load_state_dict_from_url", lambda *_, **__: {})
+    monkeypatch.setattr(port.FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
+    torch.manual_seed(0)
+    whole = port.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
+    torch.manual_seed(0)
+    past = Inception()
+    images = torch.randint(0, 256, (2, 3, 299, 299), dtype=torch.uint8)
+    (expected,) = whole(images)
+    assert expected.shape == (2, 2048)
+    torch.testing.assert_close(past(images.float()), expected, rtol=1e-3, atol=0)
+
+
+def test_features_of_other_networks_and_preparations_are_not_these(scorer_folder, tmp_path):
+    """Catches features of real images by a scorer that was trained again in its place, and those
+    of another preparation, that the cache takes for these."""
+    device, cache, real = torch.device("cpu"), tmp_path / "cache", tmp_path / "real"
+    real.mkdir()
+    for index in range(2):
+        noise(64, 64, index)[1].save(real / f"{index}.png")
+    shutil.copytree(scorer_folder, tmp_path / "scorer")
+    config = tmp_path / "scorer/config.json"
+    load = partial(coco_score.load_networks, device=device, batch_size=2, threads=1)
+    networks = [load(x) for x in (scorer_folder, tmp_path / "scorer")]
+    assert networks[0].name == networks[1].name
+    config.write_text(config.read_text() + "\n")
+    networks[1] = load(tmp_path / "scorer")
+    whole, files = coco_score.prepare_whole, coco_score.real_images(real)
+
+    def features(network, prepare, kind):
+        return coco_score.real_features(real, files, network, prepare, kind, cache)
+
+    def upside_down(image, number):
+        return whole(image.rotate(180), number)
+
+    first = features(networks[0], whole, "whole")
+    assert not torch.equal(features(networks[0], upside_down, "upside down"), first)
+    mean = replace(networks[1], features=lambda x: x.mean((2, 3)))
+    assert features(mean, whole, "whole").shape == (2, 3)
+    assert torch.equal(features(networks[0], whole, "whole"), first)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
+    """Images that differ in pixel noise only, which shrinking averages away. Catches the cache of
+    one size in a table of another, and a row that is its own reference."""
+    generator = np.random.default_rng(0)
+    smooth = [
+        Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((640, 640))
+        for _ in range(4)
+    ]
+    rough = [
+        Image.fromarray(
+            (np.asarray(image) + generator.integers(-40, 40, (640, 640, 3))).astype(np.uint8)
+        )
+        for image in smooth
+    ]
+    write_row(tmp_path / "smooth", smooth, 640)
+    write_row(tmp_path / "rough", rough, 640)
+    write_row(tmp_path / "small", [image.resize((320, 320)) for image in rough], 320)
+    reference = tmp_path / "smooth/images"
+    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
+    assert code == 0
+    assert "| CLIP score | patch FID |" in table
+    own, other = rows_of(tmp_path)
+    assert own["fid"] == pytest.approx(0, abs=1e-3)
+    assert own["patch_fid"] is None
+    assert table.splitlines()[2].endswith(" | - |")
+    assert other["patch_fid"] > 5 * other["fid"] > 0
+    found = []
+    for cache in ("cache", "fresh"):
+        score(tmp_path, "small", real=reference, patches=reference, cache=tmp_path / cache)
+        found += rows_of(tmp_path)
+    assert found[0] == found[1]
+    code, _, errors = score(tmp_path, "smooth", real=reference, patches=tmp_path / "small/images")
+    assert code == 2
+    assert "0.png cannot be used: patches need images of at least 640, but it has" in errors

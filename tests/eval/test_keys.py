@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from eval_helpers import FAST, run_command
 from safetensors.torch import load_file
 from tiny import three_level_pipe
-from tiny_mini_sd3 import save_tiny_mini_sd3
+from tiny_transformers import save_tiny_mini_sd3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Dinov2Config, Dinov2Model
 

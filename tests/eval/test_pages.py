@@ -1,16 +1,25 @@
-"""The pages of the results: up to date, made of the files, clear about what is missing."""
+"""The stored results: their commands, plots and pages, and the table of features."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+import typer
 from eval_helpers import failed_command, run_command
+from matplotlib.figure import Figure
 
+from eval.__main__ import app
+from eval.commands import stored
 from eval.pages.figures import PAGES
 from eval.pages.render import rendered
+from eval.store.report import read_result
+from eval.support import features
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "eval" / "results"
 STEP = "speed/bench_steps_cuda.json"
 
 
@@ -128,3 +137,110 @@ def test_what_is_missing_is_said(results, monkeypatch, capsys, name, change, mes
     assert f"{path}" in last
     assert message in last
     assert not [*results.glob("*.md")]
+
+
+PATHS = sorted(RESULTS.rglob("*.json"))
+# Options that commands no longer have: `errors` took times of kernels to stand beside the errors,
+# `vision features` a limit of time.
+REMOVED = {"--kernels", "--minutes"}
+COMMANDS = typer.main.get_command(app)
+KINDS = {path: read_result(path).kind for path in PATHS}
+
+
+def of_kind(*kinds):
+    paths = [path for path in PATHS if KINDS[path] in kinds]
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_command_of_a_result_exists(path):
+    """Catches a command or an option that was renamed and not in the files."""
+    command = COMMANDS
+    words = shlex.split(read_result(path).document["command"])[3:]
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in parameter.opts} | REMOVED
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+@pytest.fixture(scope="module")
+def without_plots(tmp_path_factory):
+    """A copy of them."""
+    copy = tmp_path_factory.mktemp("eval") / "results"
+    shutil.copytree(RESULTS, copy, ignore=shutil.ignore_patterns("*.s*", "*.png"))
+    return copy
+
+
+@of_kind(*stored.PLOTS)
+def test_a_stored_plot_is_plotted_again(path, without_plots, monkeypatch):
+    """Catches a result whose rows the plot of today does not read; others look at the image."""
+    monkeypatch.setattr(Figure, "savefig", lambda _, target, dpi: Path(target).touch())
+    copy = without_plots / path.relative_to(RESULTS)
+    for plot in copy.parent.glob("*.png"):
+        plot.unlink()
+    stored.draw(copy)
+    assert list(copy.parent.glob("*.png"))
+
+
+def test_the_page_of_variants_is_that_of_its_results():
+    """Catches a page, or the function that makes it, that changed alone."""
+    pytest.importorskip("triton")
+    from eval.benchmarks.variants import variants_page
+
+    paths = sorted(path for path in PATHS if KINDS[path] == "bench variants")
+    page = variants_page([read_result(path).document for path in paths])
+    assert (RESULTS / "notes" / "variants.md").read_text() == page
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="a"><properties><property name="cpu" value="img2img"/></properties></testcase>
+<testcase name="b"><properties><property name="cpu" value="inpainting"/></properties></testcase>
+<testcase name="c"><properties><property name="cpu" value="inpainting"/></properties><failure/>
+</testcase>
+<testcase name="d"><properties><property name="cpu" value="AnimateDiff"/></properties><skipped/>
+</testcase>
+<testcase name="e"><properties><property name="cuda" value="CUDA graphs"/></properties></testcase>
+<testcase name="f"/>
+</testsuite></testsuites>"""
+
+
+def test_every_feature_has_a_test():
+    """Catches a marker that the table does not know, and a line of the table without a test."""
+    tests = Path(__file__).parents[1]
+    texts = [path.read_text() for path in tests.rglob("test_*.py")]
+    marked = re.findall(r'\bfeature\("([^"]+)"\)', "".join(texts))
+    marked += re.findall(r'"([\w. ]+ at full size)":', "".join(texts))
+    # Tables of kinds and cases hold the names of their rows.
+    hosts = "".join(path.read_text() for path in (tests / "hosts").glob("*.py"))
+    known = {name for names in features.GROUPS.values() for name in names}
+    marked += [name for name in known if f'"{name}"' in hosts]
+    assert set(marked) == known
+
+
+def save(path, **content):
+    path.write_text(json.dumps(content))
+
+
+def test_one_column_is_written_and_the_other_stays(tmp_path, monkeypatch):
+    made = {"device": "a", "torch": "2", "commit": "c"}
+    monkeypatch.setattr(features, "environment", lambda device: made)
+    monkeypatch.setattr(features, "save_json", save)
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    features.write_features(tmp_path / "junit.xml", tmp_path, "cuda")
+    features.write_features(tmp_path / "junit.xml", tmp_path, "cpu")
+    text = (tmp_path / "features.md").read_text()
+    header, _, *rows = text[text.index("| feature ") :].splitlines()
+    assert re.search(r"CPU: 2 tests passed, a, .*GPU: 1 tests passed, a, ", header)
+    assert rows[0] == "| Pipelines | img2img; **failed**: inpainting; not run: AnimateDiff | - |"
+    assert "| Compilation | - | CUDA graphs |" in rows
+
+
+def test_unknown_features_are_refused(tmp_path):
+    (tmp_path / "junit.xml").write_text(JUNIT.replace("img2img", "img3img"))
+    with pytest.raises(ValueError, match="those of GROUPS, but a test is for 'img3img'"):
+        features.read_outcomes(tmp_path / "junit.xml")
+
+
+def test_the_stored_table_is_that_of_the_stored_results():
+    columns = json.loads((RESULTS / "features.json").read_text())["columns"]
+    assert (RESULTS / "features.md").read_text() == features.features_table(columns) + "\n"

@@ -104,7 +104,6 @@ class TestErrors:
                 TypeError,
                 "threshold must be a number or 'exact', but got str",
             ),
-            ({400: 0.1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 0.1\}"),
         ],
     )
     def test_thresholds(self, avq_unet, threshold, error, message):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import check_on_and_off, differ
+from checks import differ
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from peft import get_peft_model
-from tiny import CONFIG, LORA, own_codebooks, predict, random_codebooks, tiny_pipe, traced_unet
+from tiny import CONFIG, LORA, own_codebooks, predict, random_codebooks, traced_unet
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -18,7 +18,6 @@ from avq_diffusers import (
     AVQConfig,
     apply_avq,
     avq_disabled,
-    calibrate,
     remove_avq,
     select_layers,
     set_num_refined,
@@ -117,16 +116,6 @@ def test_replicas(unet, codebooks):
             predict(replicated(unet))
 
 
-@feature("PEFT model")
-def test_calibration_of_a_peft_model(pipe):
-    """Catches names that fit no other UNet."""
-    options = {"num_inference_steps": 1, "progress": False, "height": 64, "width": 64}
-    pipe.unet = get_peft_model(pipe.unet, LORA)
-    codebooks = calibrate(pipe, ["a fox"], CONFIG, **options)
-    check_on_and_off(tiny_pipe(), codebooks)
-    check_on_and_off(pipe, codebooks)
-
-
 class Traceable(nn.Module):
     def __init__(self):
         super().__init__()
@@ -142,14 +131,6 @@ def inputs(height=16, width=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     sample = torch.randn(1, 4, height, width, generator=generator)
     return sample, torch.randn(1, 5, 32, generator=generator)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@torch.no_grad()
-def test_a_trace_is_refused():
-    """Catches a trace of one grid's order."""
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record AVQ"):
-        torch.jit.trace(Traceable(), inputs(16, 24))
 
 
 @torch.no_grad()

@@ -4,13 +4,16 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from threading import RLock
+from types import MappingProxyType
 
 import torch
 from tqdm import tqdm
@@ -26,6 +29,7 @@ FORKED.set_forkserver_preload(
         "eval.quality.coco",
         "eval.quality.coco_score",
         "diffusers.schedulers.scheduling_ddim",
+        "hosts.kinds",
         "processes",
         "scipy.linalg",
     ]
@@ -40,11 +44,19 @@ class Command:
         entry: module and function, as `"eval.__main__:main"`.
         arguments: of the command.
         file_limit: bytes in a file that it writes, in place of a full disk.
+        environment: variables beside those of the server.
     """
 
-    def __init__(self, entry: str, arguments: list[str], file_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        entry: str,
+        arguments: Iterable[object],
+        file_limit: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         reader, writer = FORKED.Pipe(duplex=False)
-        self.process = FORKED.Process(target=_run, args=(entry, arguments, file_limit, writer))
+        given = entry, [*map(str, arguments)], file_limit, dict(environment), writer
+        self.process = FORKED.Process(target=_run, args=given)
         self.process.start()
         writer.close()
         os.read(reader.fileno(), 1)  # it leads its group now
@@ -72,8 +84,24 @@ class Command:
         return time.monotonic() - self.started
 
 
-def _run(entry: str, arguments: list[str], file_limit: int | None, output: Connection) -> None:
+def start_ranks(entry: str, world: int, arguments: Iterable[object]) -> list[Command]:
+    """Start a command in every process of a group."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [group | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)]
+    return [Command(entry, arguments, environment=rank) for rank in ranks]
+
+
+def _run(
+    entry: str,
+    arguments: list[str],
+    file_limit: int | None,
+    environment: dict[str, str],
+    output: Connection,
+) -> None:
     os.setsid()
+    os.environ |= environment
     os.write(output.fileno(), b"\n")
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
