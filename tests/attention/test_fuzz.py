@@ -134,6 +134,11 @@ FOR_KERNELS = {
     | {"num_refined": 0, "num_children": 0, "num_parents": 90, "keys": 200},
     "more tiles than are looked at at once": {"queries": 33, "query_tile": 1, "keys": 20}
     | {"threshold": 0.01, "num_parents": 3},
+    # On a GPU, gradients of its queries were once wrong.
+    "large tile of keys only": {"queries": 36, "query_tile": 128, "num_parents": 2}
+    | {"num_children": 0, "threshold": 0.0},
+    "few leaves of several keys, far from zero": {"kind": "offset", "keys": 50, "num_updates": 2}
+    | {"num_parents": 9, "num_children": 8, "threshold": 0.07},
 }
 
 
