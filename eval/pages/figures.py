@@ -107,7 +107,7 @@ def speed(folder: Path) -> Figures:
         "times as fast": figure("times_as_fast", ".2f"),
         "limit": figure("limit", ".2f"),
         "columns": figure("columns", ".0f"),
-        "layers by AVQ": lambda row: " of ".join(map(str, row["layers"])),
+        "layers by AVQ": lambda row: " of ".join(map(str, row.get("layers", "-"))),
         "memory": figure("memory", ".2f"),
     }
     on_several = File(folder / PARALLEL, ["model", "degree", "method"], "attention_ms", "block_ms")
