@@ -64,7 +64,7 @@ def test_needs_no_pytorch(tmp_path):
         ("eval --help", 0, "Measure AVQ attention"),
         ("eval compare --help", 0, "Denoising steps"),
         ("eval compare --size 100", 2, "--size must be a multiple of 64"),
-        (f"eval plot {result}", 2, "is not a complete result"),
+        (f"eval plot {result}", 2, "plots are those of keys"),
         (f"eval table {result}", 2, "a table is made of results of"),
         ("distill --help", 0, "Distil AVQ codebooks"),
         ("distill --config missing.yaml", 2, "missing.yaml"),

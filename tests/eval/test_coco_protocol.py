@@ -194,7 +194,7 @@ def test_the_command_follows_the_protocol_by_itself():
     """Catches an option whose default is another number: 30 000 images would not compare."""
     options = signature(coco_generate_command).parameters
     names = {"images": "num_images", "steps": "num_inference_steps"}
-    names |= {"guidance": "guidance_scale"}
+    names |= {"guidance_scale": "guidance_scale"}
     for option, name in names.items():
         assert options[option].default == protocol.GENERATION[name], option
     assert options["size"].default == protocol.SIZES[0]

@@ -353,7 +353,7 @@ def test_the_dial_is_what_nothing_of_its_own_beats():
     ((panel,),) = dial_panels([*rows, *(row | {"tokens": 16} for row in rows[:2])])
     assert panel.reference_x == 1.0
     assert [(line.label, line.x, line.y) for line in panel.lines] == [
-        ("AVQ, own", [0.2, 0.3], [0.2, 0.1]),
+        ("AVQ", [0.2, 0.3], [0.2, 0.1]),
         ("AVQ, stored", [0.5], [0.5]),
     ]
     assert dial_panels([{"tokens": 64, "scheme": "exact", "error": 0.0}]) == [[]]
