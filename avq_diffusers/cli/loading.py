@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
-from huggingface_hub.utils import enable_progress_bars
+from huggingface_hub.utils.tqdm import enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
