@@ -153,13 +153,15 @@ def test_a_model_with_a_mask_is_timed_in_eager_steps(bench_of):
 def test_a_compiled_model(bench_of, name):
     """Catches a model that is not compiled, or stays so, a graph for every block, and AVQ lost in
     compiled code."""
-    counters.clear()
-    row = row_of(bench_of, name, AVQ, "compiled")
-    assert row["ms"] > 0
-    assert counters["graph_break"] == {}
-    # One of each kind of block; once in a while they compile again.
-    possible = {"sd15": (1,), "sd35-medium": (2, 4)}[name]
-    assert counters["stats"]["unique_graphs"] in possible
+    num_graphs = {"sd15": 1, "sd35-medium": 2}[name]  # one of each kind of block
+    for _ in range(2):  # dynamo compiled them twice in one of some fifteen runs
+        counters.clear()
+        row = row_of(bench_of, name, AVQ, "compiled")
+        assert row["ms"] > 0
+        assert counters["graph_break"] == {}
+        if counters["stats"]["unique_graphs"] == num_graphs:
+            break
+    assert counters["stats"]["unique_graphs"] == num_graphs
     ran, served = row["layers"]
     assert ran == served > 0
     assert all(x._compiled_call_impl is None for x in bench_of(name).network.modules())

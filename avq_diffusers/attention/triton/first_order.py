@@ -3,9 +3,9 @@
     M = ln(2) sum_j (v_j - mean of its leaf) (c_j - mean of its leaf)^T / sum_j s_leaf(j)
 
 with the keys c and the spreads s in units of the codes. A query that sees the spread r gains
-r / (1 + r size) M q.
-The sum over keys is that around the centre, which programs of the sort's launch add up chunk by
-chunk, without the same for the means of leaves. The matrix is computed in at most 4 x 4 blocks.
+r / (1 + r size) M q. The sum over keys is that around the centre, which programs of the sort's
+launch add up chunk by chunk, without the same for the means of leaves. The matrix is computed in at
+most 4 x 4 blocks.
 
 Shapes: as in `precompute`.
 """
