@@ -329,21 +329,28 @@ class LayerState:
         """The numbers of tokens from which AVQ is faster in a call on a grid; None if unknown."""
         assert call.query_order is not None
         device, num_tokens = hidden_states.device, call.query_order.shape[0]
-        is_compiled = torch.compiler.is_compiling()
-        if call.spec.threshold is not None and not is_compiled:
-            kind = call.spec, num_tokens
-            if self.needed.kind != kind:
-                self.needed = Needed(kind)
+        batch, dtype = int(hidden_states.shape[0]), hidden_states.dtype
+        if torch.compiler.is_compiling():
+            workload = self.workload(batch, dtype, device, call.spec, call.ranks)
+            is_possible = workload.columns < num_tokens
+            return self.route.learn(workload, device) if is_possible else NEVER_FASTER
+        kind = call.spec, num_tokens
+        if self.needed.kind != kind:
+            self.needed = Needed(kind)
+            if call.spec.threshold is not None:
                 return None
-            # All ranks count alike, also where one of them runs exact attention.
-            if (self.shown is not None or call.ranks is not None) and not is_recorded(device):
-                self.needed.count(self.shown, call.ranks)
-        batch = int(hidden_states.shape[0])
-        workload = self.workload(batch, hidden_states.dtype, device, call.spec, call.ranks)
+        # All ranks count alike, also where one of them runs exact attention.
+        has_shown = self.shown is not None or call.ranks is not None
+        if call.spec.threshold is not None and has_shown and not is_recorded(device):
+            self.needed.count(self.shown, call.ranks)
+        place = batch, _autocast_dtype(device.type) or dtype, device, call.ranks
+        workload = self.needed.workloads.get(place)
+        if workload is None:
+            workload = self.workload(batch, dtype, device, call.spec, call.ranks)
+            self.needed.workloads[place] = workload
         if workload.columns >= num_tokens:
             return NEVER_FASTER
-        trial = None if is_compiled else self._trial(call, workload, batch)
-        return self.route.learn(workload, device, trial, call.ranks)
+        return self.route.learn(workload, device, self._trial(call, workload, batch), call.ranks)
 
     def _measure_while_tracing(self, call: Call, tokens: Tokens) -> None:
         """Measure the route of a call that is being compiled, unless its sizes are symbols."""
