@@ -6,6 +6,7 @@ The limit is the fastest possible attention: projections run, and each token tak
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
 from statistics import mean
@@ -57,6 +58,7 @@ class NetworkBench:
         # One by one: diffusers' `to` keeps some in float32.
         for parameter in self.network.parameters():
             parameter.data = parameter.to(self.dtype)
+        self.exact_network = deepcopy(self.network)
         self.generator = torch.Generator(device).manual_seed(0)
         self._fixed: dict[str, Any] = {}
         self._names: tuple[str, ...] = ()
@@ -72,9 +74,16 @@ class NetworkBench:
 
     def predict(self, *inputs: Tensor) -> Tensor:
         """The network's output for these inputs."""
+        return self._output(self.network, inputs)
+
+    def predict_exact(self, *inputs: Tensor) -> Tensor:
+        """The output of a copy of the network that keeps its attention."""
+        return self._output(self.exact_network, inputs)
+
+    def _output(self, network: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
         named = dict(zip(self._names, inputs, strict=True))
         first = named.pop(self._names[0])  # positional, where ToMe's hooks look for it
-        return self.network(first, **named, **self._fixed, return_dict=False)[0]
+        return network(first, **named, **self._fixed, return_dict=False)[0]
 
     def cannot_run(self, name: str, *, is_compiled: bool) -> str | None:
         """Why this machine cannot time the method; None if it can."""

@@ -10,6 +10,8 @@ columns         codewords and keys that a query tile attends to, mean over the l
                 serve and their tiles; by_level has it per UNet level
 layers          layers that run AVQ, and those that AVQ can serve: the route keeps others exact
 ms              median time of a step
+exact_ms        that of exact attention in turns with it, in eager rows of AVQ: the host of a GPU
+                gets slower and faster within seconds, by a third and more
 times_as_fast   time of exact attention divided by the row's
 seconds         what the row took, with building and compiling
 error           of AVQ's calls to the PyTorch path's (without CUDA, the definition's): the largest
@@ -21,8 +23,8 @@ difference      |output - exact| / |exact|, eager
 
 import json
 import math
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -166,11 +168,14 @@ def measured(bench: NetworkBench, case: Case, window: float) -> Row:
             if case.run == EAGER:
                 row |= {"peak_mib": _peak_mib(bench, inputs)} if bench.cuda else {}
                 output = eager
-                times = _times(bench, inputs, window)
+                exact_step = [partial(bench.predict_exact, *inputs)] if case.method == AVQ else []
+                times, *exact_times = _times(bench, inputs, window, exact_step)
+                for others in exact_times:
+                    row["exact_ms"] = median(others) * bench.model.times
             else:
                 with bench.compiled():
                     output = bench.predict(*inputs).clone()
-                    times = _times(bench, inputs, window)
+                    (times,) = _times(bench, inputs, window)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         # Third-party code (ToMe, compilers, kernels of peers) fails in all of these ways.
         return row | {"note": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
@@ -199,7 +204,7 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     exact = {place(row): row["ms"] for row in rows if row["method"] == EXACT}
 
     def ratio(row: Row) -> float | None:
-        base = exact.get(place(row))
+        base = row.get("exact_ms") or exact.get(place(row))
         return base / row["ms"] if base and row["ms"] else None
 
     return [row | {"times_as_fast": ratio(row)} for row in rows]
@@ -216,18 +221,25 @@ def _kept(path: Path, device: torch.device) -> dict[Case, Row]:
     return {Case(*keys(row)): row for row in document["rows"] if row["ms"] is not None}
 
 
-def _times(bench: NetworkBench, inputs: Sequence[Tensor], window: float) -> list[float]:
-    """Milliseconds of the later half of the steps: a GPU needs tenths of a second to settle on a
-    clock."""
+def _times(
+    bench: NetworkBench,
+    inputs: Sequence[Tensor],
+    window: float,
+    others: Sequence[Callable[[], Any]] = (),
+) -> list[list[float]]:
+    """Milliseconds of the later half of the steps, in turns with others: a GPU needs tenths of a
+    second to settle on a clock."""
 
-    def milliseconds() -> float:
+    def milliseconds(step: Callable[[], Any]) -> float:
         if bench.cuda:
             torch.cuda.synchronize()
-        return block_ms(lambda: bench.predict(*inputs), 1, bench.device)
+        return block_ms(step, 1, bench.device)
 
-    *_, once = (milliseconds() for _ in range(3))
-    number = max(2, round(1000 * window / once / 2))
-    return [milliseconds() for _ in range(2 * number)][number:]
+    steps = [partial(bench.predict, *inputs), *others]
+    *_, once = ([milliseconds(step) for step in steps] for _ in range(3))
+    number = max(2, round(1000 * window / sum(once) / 2))
+    turns = [[milliseconds(step) for step in steps] for _ in range(2 * number)]
+    return [list(times) for times in zip(*turns[number:], strict=True)]
 
 
 def _peak_mib(bench: NetworkBench, inputs: Sequence[Tensor]) -> float:
