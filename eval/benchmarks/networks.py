@@ -3,12 +3,13 @@
 The limit is the fastest possible attention: projections run, and each token takes its own value.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
+from operator import attrgetter
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
+from avq_diffusers.hosts.core.routing import NEVER
 from eval.benchmarks.contenders import backends, relative_error
 from eval.benchmarks.models import Model
 from eval.methods.base import AttentionMethod
@@ -135,7 +137,16 @@ class NetworkBench:
     def layers_run(self, *, is_compiled: bool) -> dict[str, Any]:
         """How many layers run AVQ, and how many AVQ can serve."""
         states = [x for x in layer_states(self.network) if x.last_call in ("AVQ", "faster")]
-        return {"layers": [sum(_runs_avq(x, is_compiled) for x in states), len(states)]}
+        return {"layers": [sum(_runs_avq(x, is_compiled=is_compiled) for x in states), len(states)]}
+
+    @contextmanager
+    def layers_of_compiled(self) -> Iterator[None]:
+        """Run AVQ in the layers inside the `with` block that compiled code runs it in."""
+        with ExitStack() as stack:
+            for state in layer_states(self.network):
+                route = "always" if _runs_avq(state, is_compiled=True) else NEVER
+                stack.enter_context(patch.object(state.route, "route", route))
+            yield
 
     @torch.no_grad()
     def error(self, inputs: Sequence[Tensor]) -> dict[str, float]:
@@ -174,8 +185,8 @@ class NetworkBench:
                 parameter.add_(1)
 
     def of_columns(self, inputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
-        """The threshold of each layer with which it needs the model's columns, found by bisection,
-        and the columns that it then has."""
+        """By layer, its level's threshold, with which the level has the model's columns; and the
+        columns that it then has."""
         key = inputs[0].shape
         if key in self._thresholds:
             return self._thresholds[key]
@@ -187,24 +198,22 @@ class NetworkBench:
                 for layer in select_layers(self.network)
                 if layer.avq_state is not None and layer.avq_state.last_call == "AVQ"
             ]
-            powers = {layer.name: (-9.0, 1.0) for layer in served}
+            of_level = groupby(sorted(served, key=attrgetter("level")), attrgetter("level"))
+            layers = {level: [*found] for level, found in of_level}
+            powers = dict.fromkeys(layers, (-9.0, 1.0))
             for _ in range(BISECTIONS if served else 0):
-                middles = {name: sum(ends) / 2 for name, ends in powers.items()}
-                set_threshold(self.network, {name: 10.0**x for name, x in middles.items()})
+                set_threshold(self.network, _thresholds(layers, powers))
                 self.predict(*inputs)
-                for layer in served:
-                    low, high = powers[layer.name]
-                    is_over = _columns(layer) > self.model.columns[layer.level]
-                    middle = middles[layer.name]
-                    powers[layer.name] = (middle, high) if is_over else (low, middle)
-            found: dict[int, list[float]] = defaultdict(list)
-            for layer in served:
-                found[layer.level].append(_columns(layer))
+                for level, (low, high) in powers.items():
+                    middle = (low + high) / 2
+                    is_over = mean(map(_columns, layers[level])) > self.model.columns[level]
+                    powers[level] = (middle, high) if is_over else (low, middle)
+            found = {level: [*map(_columns, own)] for level, own in layers.items()}
         finally:
             remove_avq(self.network)
         columns = mean(x for of_level in found.values() for x in of_level) if found else None
         facts = {"columns": columns, "by_level": {x: mean(own) for x, own in found.items()}}
-        thresholds = {name: 10.0 ** (sum(ends) / 2) for name, ends in powers.items()}
+        thresholds = _thresholds(layers, powers)
         self._thresholds[key] = thresholds, facts
         return thresholds, facts
 
@@ -246,12 +255,21 @@ def layer_states(network: nn.Module) -> list[Any]:
     return [state for layer in select_layers(network) if (state := layer.avq_state) is not None]
 
 
+def _thresholds(
+    layers: Mapping[int, Sequence[Any]], powers: Mapping[int, tuple[float, float]]
+) -> dict[str, float]:
+    """The thresholds in the middle of each level's powers of ten, by layer."""
+    return {
+        layer.name: 10.0 ** mean(powers[level]) for level, own in layers.items() for layer in own
+    }
+
+
 def _columns(layer: Any) -> float:
     """Codewords and keys that a query tile attended to in the layer's last call, on average."""
     return layer.avq_state.shown.sum(-1).double().mean().item()
 
 
-def _runs_avq(state: Any, is_compiled: bool) -> bool:
+def _runs_avq(state: Any, *, is_compiled: bool) -> bool:
     """Whether a layer that AVQ can serve runs it, by what its last eager calls learned."""
     if not is_compiled or not state.route.break_even:
         return state.last_call == "AVQ"
