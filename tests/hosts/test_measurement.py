@@ -486,7 +486,7 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: next(times))
+    monkeypatch.setattr(routing, "_graph_milliseconds", lambda call: next(times))
     try:
         for _ in range(2):
             routing._table.cache_clear()

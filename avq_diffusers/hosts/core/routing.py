@@ -2,9 +2,10 @@
 
 AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each workload has a number
 of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost host
-time, and a lower one for compiled code, timed in a CUDA graph. Calls narrow them down: a call of a
-size about which nothing is known is measured first, which takes seconds and shows progress. Results
-are cached in `routes.json` in the user's cache folder, like times that a tolerance chooses from.
+time, and a lower one for compiled code. Both follow from times in a CUDA graph. Calls narrow them
+down: a call of a size about which nothing is known is measured first, which takes seconds and shows
+progress. Results are cached in `routes.json` in the user's cache folder, like times that a
+tolerance chooses from.
 
 A call with a threshold counts as one of the paper's form with as many columns (`columns`).
 """
@@ -37,9 +38,9 @@ _LONG = 10.0  # milliseconds from which calls are timed one by one: launches no 
 # Logits of exact attention; beyond that, only some heads are timed.
 _MOST_LOGITS = {"cuda": 2**31, "cpu": 2**25}
 _LONG_ON_CPU = 300.0  # milliseconds of both attentions from which they are timed once
-# Cost of an eager AVQ call in a step, as a multiple of its own time. SD1.5's step at 512 pixels
-# waits for the host and gets slower with AVQ, whose calls alone take 0.4 of exact attention's time.
-_EAGER_COST = 3
+# Milliseconds that AVQ keeps the host of a GPU busy beyond exact attention, in each layer of an
+# eager step: 0.21 in SD1.5, 0.20 in SD3.5. A step that waits for its host gets slower by that.
+_HOST_MILLISECONDS = 0.2
 
 
 def check_route(route: str | int) -> None:
@@ -279,25 +280,24 @@ def measure(
 ) -> dict[str, bool]:
     """Whether AVQ is no slower, for `"eager"` and `"compiled"`; takes at most about 3 s.
 
-    In a model, an eager AVQ call keeps the host of a GPU busy for longer than the isolated call
-    shows, so it counts more. A CPU has no launches, and batch elements run one after another.
+    Whether an eager step waits for its host is not known: AVQ must gain more on the GPU than it
+    keeps the host busy. A CPU has no launches, and batch elements run one after another.
     """
-    text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
     if device.type == "cpu":
         trial = trial._replace(shape=(1, *trial.shape[1:]))
-        with tqdm(total=1, desc=text, leave=False) as bar:
-            is_faster = _is_faster_on_cpu(*_both_attentions(dtype, device, trial))
-            bar.update()
-        return dict.fromkeys(names, is_faster)
-    timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
-    costs = {"eager": _EAGER_COST, "compiled": 1}
     avq, exact, share = _both_attentions(dtype, device, trial)
-    # Events and graphs belong to the current GPU.
-    with torch.accelerator.device_index(device.index):
-        return {
-            name: costs[name] * share * timers[name](avq) <= timers[name](exact)
-            for name in tqdm(names, text, leave=False)
-        }
+    text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
+    with tqdm(total=1, desc=text, leave=False) as bar:
+        if device.type == "cpu":
+            is_faster = dict.fromkeys(names, _is_faster_on_cpu(avq, exact, share))
+        else:
+            # Events and graphs belong to the current GPU.
+            with torch.accelerator.device_index(device.index):
+                of_avq, of_exact = _graph_milliseconds(avq), _graph_milliseconds(exact)
+            extra = {"eager": _HOST_MILLISECONDS, "compiled": 0}
+            is_faster = {name: share * (of_avq + extra[name]) <= of_exact for name in names}
+        bar.update()
+    return is_faster
 
 
 def _is_faster_on_cpu(avq: Callable[[], Any], exact: Callable[[], Any], share: float) -> bool:
@@ -316,7 +316,7 @@ def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Any]
     table = _table()
     if key not in table:
         with torch.accelerator.device_index(device.index):
-            table[key] = _compiled_milliseconds(attend)
+            table[key] = _graph_milliseconds(attend)
         _keep(key, table[key])
     return table[key]
 
@@ -348,30 +348,14 @@ def _both_attentions(
     return avq, partial(F.scaled_dot_product_attention, *part), share
 
 
-def _eager_milliseconds(function: Callable[[], Any]) -> float:
-    """The mean time of an eager call, in the best round."""
-
-    def calls() -> None:
-        for _ in range(_CALLS):
-            function()
-
-    return _milliseconds(function, lambda: calls)
-
-
-def _compiled_milliseconds(function: Callable[[], Any]) -> float:
-    """The mean time of a call in a CUDA graph, in the best round."""
-    return _milliseconds(function, partial(_captured, function))
-
-
-def _milliseconds(
-    function: Callable[[], Any], make_calls: Callable[[], Callable[[], None]]
-) -> float:
-    """The mean time per call in the best round; for long calls, the best single time."""
+def _graph_milliseconds(function: Callable[[], Any]) -> float:
+    """The mean time of a call in a CUDA graph, in the best round; for long calls, the best single
+    time outside."""
     function()  # warms up and compiles
     once = _elapsed(function)
     if once > _LONG:
         return min(once, *(_elapsed(function) for _ in range(_ROUNDS - 1)))
-    calls = make_calls()
+    calls = _captured(function)
     calls()
     return min(_elapsed(calls) for _ in range(_ROUNDS)) / _CALLS
 
