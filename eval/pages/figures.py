@@ -20,10 +20,11 @@ from eval.store.plots import Line, Panel, bar_plot, lines, panel_plot
 from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
-DEFAULT, PAPER, FLAT = "M64C8T1e-4", "M64P16C8/own", "M192/own"
+FINE, DEFAULT, COARSE = "M64C8T2.5e-5", "M64C8T1e-4", "M64C8T4e-4"
+PAPER, FLAT = "M64P16C8/own", "M192/own"
 MINI = "avq_diffusers/mini"
 # What the quality page shows, in this order.
-COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled", f"{MINI}/distilled-level1"]
+COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled"]
 COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 STEPS = "speed/bench_steps_cuda.json"
 PARALLEL = "speed/bench_parallel_cuda_x2.json"
@@ -325,10 +326,11 @@ def vision(folder: Path) -> Figures:
 
     columns: dict[str, Column] = {"attention": label_of}
     columns |= {f"ms, {side}²": of_side(side, "ms", ".2f") for side in sides}
+    columns[f"columns, {sides[-1]}²"] = of_side(sides[-1], "columns", ".0f")
     columns |= {f"features off, {side}²": of_side(side, "features_off", ".3f") for side in sides}
     columns |= {title: score(task) for title, task in tasks.items()}
     (first, *_, last), (miou, top1) = sides, tasks.values()
-    methods = [EXACT, DEFAULT, PAPER, FLAT, NO_ATTENTION]
+    methods = [EXACT, FINE, DEFAULT, COARSE, PAPER, FLAT, NO_ATTENTION]
     methods = [method for method in methods if (method, first) in file.rows]
     values = {
         "table": rows_table(columns, [{"method": method} for method in methods]),
@@ -336,8 +338,10 @@ def vision(folder: Path) -> Figures:
         "images": file.document["num_images"],
         "first": first,
         "last": last,
-        "first_gain": of_side(first, "speedup", ".2f")({"method": PAPER}),
-        "last_gain": of_side(last, "speedup", ".2f")({"method": PAPER}),
+        "first_gain": of_side(first, "speedup", ".2f")({"method": DEFAULT}),
+        "last_gain": of_side(last, "speedup", ".2f")({"method": DEFAULT}),
+        "last_off": of_side(last, "features_off", ".3f")({"method": DEFAULT}),
+        "last_off_paper": of_side(last, "features_off", ".3f")({"method": PAPER}),
         "miou": loss(miou, PAPER),
         "top1": loss(top1, PAPER),
     }

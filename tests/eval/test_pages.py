@@ -115,7 +115,7 @@ def _without(field):
             "has no row of exact; make it again.",
         ),
         (
-            "tolerance/tolerance_levels01.json",
+            "tolerance/tolerance_mini_sd3.json",
             lambda document: document.clear(),
             "is not a result from",
         ),
