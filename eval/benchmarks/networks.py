@@ -3,6 +3,7 @@
 The limit is the fastest possible attention: projections run, and each token takes its own value.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -24,7 +25,6 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from avq_diffusers.hosts.core.routing import NEVER
 from eval.benchmarks.contenders import backends, relative_error
 from eval.benchmarks.models import Model
 from eval.methods.base import AttentionMethod
@@ -144,7 +144,7 @@ class NetworkBench:
         """Run AVQ in the layers inside the `with` block that compiled code runs it in."""
         with ExitStack() as stack:
             for state in layer_states(self.network):
-                route = "always" if _runs_avq(state, is_compiled=True) else NEVER
+                route = "always" if _runs_avq(state, is_compiled=True) else sys.maxsize
                 stack.enter_context(patch.object(state.route, "route", route))
             yield
 

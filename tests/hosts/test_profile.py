@@ -28,7 +28,7 @@ from avq_diffusers import (
 )
 from avq_diffusers.hosts import verbs
 from avq_diffusers.hosts.core.layers import LayerSpec
-from avq_diffusers.hosts.measuring import exact_runs, kept_profiles, profile
+from avq_diffusers.hosts.measuring import allocation, exact_runs, kept_profiles, profile
 from avq_diffusers.hosts.measuring.allocation import OPERATIONS, allocate, power_laws
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, LayerEffects, Measured, Part
 from avq_diffusers.hosts.models.registry import models_of
@@ -96,6 +96,12 @@ def for_kinds(**kinds):
     return pytest.mark.parametrize("kind", kinds.values(), ids=[*kinds])
 
 
+@pytest.fixture(autouse=True)
+def many_choices(monkeypatch):
+    """Few layers fill a tolerance only with a dense series."""
+    monkeypatch.setattr(allocation, "PER_DECADE", 20)
+
+
 @pytest.fixture
 def coarse_thresholds(monkeypatch):
     """Tiny models need all their few keys at the usual ones."""
@@ -141,6 +147,15 @@ def thresholds_in(allocation, start=1000):
     """By layer; 0 is exact attention."""
     of_part = {name: choices[start].spec for name, choices in allocation.choices.items()}
     return {name: 0 if spec is None else spec.threshold for name, spec in of_part.items()}
+
+
+def test_each_choice_may_be_a_graph_of_its_own(monkeypatch):
+    """Catches blocks that run eagerly, since others were compiled for more thresholds."""
+    monkeypatch.undo()
+    choices = allocation.choices_of(allocation.THRESHOLDS)
+    assert len(choices) + 1 <= torch._dynamo.config.recompile_limit
+    assert choices[-1] == 1e-3
+    assert max(np.diff(np.log10(choices))) < 0.35
 
 
 class TestAllocate:

@@ -331,9 +331,9 @@ class LayerState:
         device, num_tokens = hidden_states.device, call.query_order.shape[0]
         batch, dtype = int(hidden_states.shape[0]), hidden_states.dtype
         if torch.compiler.is_compiling():
-            workload = self.workload(batch, dtype, device, call.spec, call.ranks)
-            is_possible = workload.columns < num_tokens
-            return self.route.learn(workload, device) if is_possible else NEVER_FASTER
+            traced = self.workload(batch, dtype, device, call.spec, call.ranks)
+            is_possible = traced.columns < num_tokens
+            return self.route.learn(traced, device) if is_possible else NEVER_FASTER
         kind = call.spec, num_tokens
         if self.needed.kind != kind:
             self.needed = Needed(kind)
