@@ -47,6 +47,16 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
             temporary.unlink()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text atomically, in UTF-8.
+
+    Raises:
+        OSError: see `atomic_write`.
+    """
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
     """Yield a temporary folder and move its files into `folder` if the block succeeds.

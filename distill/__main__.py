@@ -10,31 +10,24 @@ The result is OUTPUT/codebooks, for AVQCodebooks.from_pretrained, with a model c
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from avq_diffusers.options import hide_torchvision_notes, restore_threads
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.exceptions import DataError, exit_on
+from distill.options import ConfigFile, Output, Overrides, Resume, folder_of, run_app
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.command(help=__doc__)
 def distill(
-    config: Annotated[Path, typer.Option(help="YAML file of the run.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of the run; runs/NAME for NAME.yaml.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
-    ] = False,
-    overrides: Annotated[
-        list[str], typer.Option("--set", help="section.key=value, replaces a value of the file.")
-    ] = (),
+    config: ConfigFile,
+    output: Output = None,
+    resume: Resume = False,
+    overrides: Overrides = (),
     repo: Annotated[
         str | None,
         typer.Option(
@@ -42,7 +35,7 @@ def distill(
         ),
     ] = None,
 ) -> None:
-    output = Path("runs") / config.stem if output is None else output
+    output = folder_of(config, output)
     with contextlib.ExitStack() as stack:
         with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
             values = load_config(config, DistillConfig, overrides)
@@ -62,6 +55,4 @@ def distill(
 
 
 if __name__ == "__main__":
-    restore_threads()
-    hide_torchvision_notes()
-    app()
+    run_app(app)

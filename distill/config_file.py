@@ -16,7 +16,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import write_text
 from avq_diffusers.options import LARGEST_SEED
 
 ConfigType = TypeVar("ConfigType", bound="Config")
@@ -97,9 +97,7 @@ def save_config(config: Any, output: Path) -> None:
     Raises:
         OSError: the disk is full or not writable.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output / "config.yaml") as temporary:
-        temporary.write_text(yaml.safe_dump(plain_values(config), sort_keys=False))
+    write_text(output / "config.yaml", yaml.safe_dump(plain_values(config), sort_keys=False))
 
 
 def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from avq_diffusers.files import atomic_write, naming, read_log
+from avq_diffusers.files import naming, read_log, write_text
 from distill.config_file import flatten, plain_values, save_config
 
 PROJECT = "avq-distill"
@@ -36,8 +36,7 @@ class Log:
             return
         save_config(config, output)
         lines = [x for x in read_log(self.path) if x["step"] <= step and "final" not in x]
-        with atomic_write(self.path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         if lines:
             self.last = lines[-1]
         accelerator.init_trackers(

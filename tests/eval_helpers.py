@@ -56,11 +56,11 @@ def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dty
     return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
 
 
-def score(pipe, methods, scenes, scorer, settings, finished=(), exact_images=None, **options):
+def score(pipe, methods, scenes, scorer, settings, finished=(), **options):
     """The rows of `score_methods`, of scenes that are their own reference."""
     shown = {"scenes": scenes, "reference_scenes": scenes, "calibration_prompts": CALIBRATION}
     trial = Trial(methods=methods, settings=settings, **shown, **options)
-    return list(score_methods(pipe, trial, scorer, dict(finished), exact_images))
+    return list(score_methods(pipe, trial, scorer, dict(finished)))
 
 
 def prepare(pipe, *names, levels=(0,)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.extras.linfusion import save_linfusion
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import write_text
 from distill.checkpointing.hub import CARD, model_card, push
 from distill.config import DistillConfig
 from distill.objective import Objective
@@ -59,8 +59,7 @@ def export(
             base_model=config.base_model_name,
             training=training,
         )
-    with atomic_write(folder / CARD) as temporary:
-        temporary.write_text(model_card(config, training, source=repo or folder.name), "utf-8")
+    write_text(folder / CARD, model_card(config, training, source=repo or folder.name))
     if repo is not None:
         push(folder, repo)
     return folder

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from avq_diffusers.options import hide_torchvision_notes, restore_threads
 from distill.config_file import load_config
 from distill.exceptions import exit_on
+from distill.options import ConfigFile, Output, Overrides, folder_of, run_app
 from distill.pretrain.config import PretrainConfig, ScorerConfig, SD3Config, SDConfig, VAEConfig
 
 if TYPE_CHECKING:
@@ -21,13 +21,9 @@ ConfigType = TypeVar("ConfigType", bound=PretrainConfig)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
-ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file with every field.")]
-Output = Annotated[Path, typer.Option(help="Folder of the run.")]
-Overrides = Annotated[list[str], typer.Option("--set", help="key=value, replaces the file's.")]
-
 
 @app.command()
-def vae(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
+def vae(config: ConfigFile, output: Output = None, overrides: Overrides = ()) -> None:
     """Train the VAE; the result is OUTPUT/vae."""
     from distill.pretrain.vae import VAETask
 
@@ -36,8 +32,8 @@ def vae(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
 
 @app.command()
 def sd(
-    config: ConfigPath,
-    output: Output,
+    config: ConfigFile,
+    output: Output = None,
     vae: Annotated[Path | None, typer.Option(help="Folder of the VAE's run.")] = None,
     overrides: Overrides = (),
 ) -> None:
@@ -56,7 +52,7 @@ def sd(
 
 
 @app.command()
-def sd3(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
+def sd3(config: ConfigFile, output: Output = None, overrides: Overrides = ()) -> None:
     """Train the transformer of mini-sd3 on mini-sd's latents; the result is OUTPUT/model."""
     from distill.pretrain.sd3 import SD3Task
 
@@ -64,7 +60,7 @@ def sd3(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
 
 
 @app.command()
-def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
+def scorer(config: ConfigFile, output: Output = None, overrides: Overrides = ()) -> None:
     """Train the scorer; the result is OUTPUT/scorer."""
     from distill.pretrain.scorer import ScorerTask
 
@@ -75,9 +71,10 @@ def _train(
     kind: type[ConfigType],
     make_task: Callable[..., "Task"],
     path: Path,
-    output: Path,
+    output: Path | None,
     overrides: list[str],
 ) -> None:
+    output = folder_of(path, output)
     with exit_on(*INPUT_ERRORS, code=2):
         config = load_config(path, kind, overrides)
         import torch
@@ -98,6 +95,4 @@ def _train(
 
 
 if __name__ == "__main__":
-    restore_threads()
-    hide_torchvision_notes()
-    app()
+    run_app(app)

@@ -1,15 +1,14 @@
 """Scenes as tensors, rendered in worker processes."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from distill.data.stream import keep_inherited_objects
+from distill.data.stream import load_batches
 from distill.scenes import corrupt, render, sample_scene
 
 BATCH = 128
@@ -55,17 +54,12 @@ def render_batches(
 
     `progress` is the label of the progress bar; None shows none.
     """
-    loader = DataLoader(
-        _Rendered(seeds, size, corrupted),
-        batch_size=BATCH,
-        num_workers=workers,
-        generator=torch.Generator(),  # or the global one would advance
-        worker_init_fn=keep_inherited_objects,
-    )
+    order = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    batches = load_batches(_Rendered(size, corrupted), order, workers, torch.device("cpu"))
     with tqdm(total=len(seeds), desc=progress, disable=progress is None, mininterval=2) as bar:
-        for images, captions, has_copies in loader:
-            bar.update(len(captions))
-            yield Scenes(images, list(captions), has_copies)
+        for batch in batches:
+            bar.update(len(batch["captions"]))
+            yield Scenes(**batch)
 
 
 def load_images(
@@ -89,14 +83,12 @@ def to_float(images: Tensor) -> Tensor:
 
 
 class _Rendered(Dataset):
-    def __init__(self, seeds: Sequence[int], size: int, corrupted: bool) -> None:
-        self.seeds, self.size, self.corrupted = seeds, size, corrupted
+    """Scenes by seed."""
 
-    def __len__(self) -> int:
-        return len(self.seeds)
+    def __init__(self, size: int, corrupted: bool) -> None:
+        self.size, self.corrupted = size, corrupted
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, str, bool]:
-        seed = self.seeds[index]
+    def __getitem__(self, seed: int) -> dict[str, Any]:
         scene = sample_scene(seed)
         image = corrupt(scene, seed, self.size) if self.corrupted else render(scene, self.size)
-        return image, scene.caption, scene.has_copies
+        return {"images": image, "captions": scene.caption, "has_copies": scene.has_copies}

@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import atomic_write, write_text
 from avq_diffusers.images import image_files
 from distill.scenes.layout import IMAGE_SIZE
 from distill.scenes.rendering import render
@@ -41,8 +41,7 @@ def write_coco(
         image = Image.fromarray(render(scene, size))
         with atomic_write(images / _file_name(i + 1)) as temporary:
             image.save(temporary)
-    with atomic_write(annotations) as temporary:
-        temporary.write_text(content)
+    write_text(annotations, content)
 
 
 def _file_name(number: int) -> str:

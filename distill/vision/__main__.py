@@ -3,19 +3,14 @@
 One process per GPU: accelerate launch --num_processes N -m distill.vision train --config FILE
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from avq_diffusers.options import (
-    check_positive,
-    hide_torchvision_notes,
-    numbers_of,
-    restore_threads,
-)
+from avq_diffusers.options import check_positive, numbers_of
 from distill.config_file import load_config
 from distill.exceptions import exit_on
+from distill.options import ConfigFile, Output, Overrides, Resume, folder_of, run_app
 
 ATTENTIONS = (
     "exact,M64C8T1e-4,M64P16C8/own,M32P8C8/own,M64P16C8,M32P8C8,flat@M64P16C8/own,"
@@ -28,20 +23,12 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
 
-ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file with every field.")]
-Output = Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME for NAME.yaml.")]
-Overrides = Annotated[
-    list[str], typer.Option("--set", help="section.key=value, replaces the file's value.")
-]
-
 
 @app.command()
 def train(
-    config: ConfigPath,
+    config: ConfigFile,
     output: Output = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
-    ] = False,
+    resume: Resume = False,
     overrides: Overrides = (),
 ) -> None:
     """Fine-tune one model, evaluate it and save it."""
@@ -51,14 +38,14 @@ def train(
         from distill.vision.training import fine_tune
 
         values = load_config(config, VisionConfig, overrides)
-        folder = Path("runs") / config.stem if output is None else output
+        folder = folder_of(config, output)
         with locked(folder):
             print(fine_tune(values, folder, resume=resume))
 
 
 @app.command("compare")
 def compare_command(
-    config: ConfigPath,
+    config: ConfigFile,
     output: Output = None,
     attentions: Annotated[
         str, typer.Option(help="Comma-separated; flat@SIZES is flat VQ of equal kernel time.")
@@ -82,12 +69,10 @@ def compare_command(
 
         values = load_config(config, VisionConfig, overrides)
         check_positive("--rate", rate)
-        folder = Path("runs") / config.stem if output is None else output
+        folder = folder_of(config, output)
         compared = numbers_of("--seeds", seeds)
         compare(values, attentions.split(","), folder, steps=steps, rate=rate, seeds=compared)
 
 
 if __name__ == "__main__":
-    restore_threads()
-    hide_torchvision_notes()
-    app()
+    run_app(app)

@@ -1,7 +1,6 @@
 """Compare attentions: fine-tune a teacher, then each attention from it for equally many steps.
 
-Each result is a line of `rows.jsonl` with its digest, written at once. A repeated call continues
-where it stopped.
+Each result is a line of `rows.jsonl`, written at once. A repeated call continues where it stopped.
 """
 
 import json
@@ -12,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from avq_diffusers import select_layers
-from avq_diffusers.files import json_digest, read_log
+from avq_diffusers.files import read_log
 from distill.attention import with_sinks
 from distill.config_file import plain_values
+from distill.environment import environment
 from distill.vision.attention import evaluating, observe
 from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.training import METRICS, Run, fine_tune, open_run
 
 ROWS, TEACHER = "rows.jsonl", "teacher"
-DIGEST = "row_sha256"
 FLAT = "flat@"
 FLAT_SIZES = range(32, 513, 32)
 TIMED_IMAGES = 4  # as in the paper
@@ -56,9 +54,9 @@ def compare(
 
     Raises:
         OSError, ValueError, TypeError, FloatingPointError: as `fine_tune`.
-        ValueError: an earlier call's row is not the one that it wrote.
+        ValueError: an earlier call's row is damaged.
     """
-    _finished(output)  # refuses before the work
+    read_log(output / ROWS)  # refuses before the work
     for name in names:
         parse_attention(name.removeprefix(FLAT))
     folder = output / TEACHER
@@ -69,7 +67,7 @@ def compare(
             "step": config.trainer["max_steps"],
             "score": figures[f"eval_{METRICS[config.task]}"],
             "config": plain_values(config),
-            "environment": environment(),
+            "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
         _write(output, row)
     config = replace(config, model=str(folder / "model"))
@@ -77,7 +75,7 @@ def compare(
         of_run = {"seed": seed, "max_steps": steps, **NO_CHECKPOINTS}
         of_run["learning_rate"] = rate * config.trainer["learning_rate"]
         for name in names:
-            rows = [row for row in _finished(output) if row["name"] == name]
+            rows = [row for row in read_log(output / ROWS) if row["name"] == name]
             if any(row["seed"] == seed for row in rows):
                 continue
             attention = rows[0]["attention"] if rows else _resolved(name, config, output)
@@ -167,25 +165,7 @@ def _ms(function: Callable[[], Any]) -> float:
     return 1e3 * timer.blocked_autorange(min_run_time=0.1).median
 
 
-def environment() -> dict[str, str]:
-    """Device and versions of the running process."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"device": device, **versions}
-
-
-def _finished(output: Path) -> list[Row]:
-    rows = read_log(output / ROWS)
-    for number, row in enumerate(rows, 1):
-        if row.pop(DIGEST, None) != json_digest(row):
-            raise ValueError(
-                f"line {number} of {output / ROWS} is not the one that was written; delete that "
-                f"line to measure it again."
-            )
-    return rows
-
-
 def _write(output: Path, row: Row) -> None:
     with (output / ROWS).open("a") as file:
-        file.write(json.dumps({**row, DIGEST: json_digest(row)}) + "\n")
+        file.write(json.dumps(row) + "\n")
     print({name: value for name, value in row.items() if not isinstance(value, dict)}, flush=True)

@@ -1,20 +1,19 @@
 """The configuration of a fine-tuning run."""
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.config import sizes_of
+from distill.codewords import parse_codewords
 from distill.config import CodebookConfig
 from distill.config_file import Config, Count, Positive, Weight
 from distill.vision.baselines import BASELINES
 
 PartOfSide = Annotated[float, Field(gt=0, le=1)]
-AVQ_FORM = re.compile(r"(M[^/]+)(?:/(?:(means)|own(\d*)))?")
 
 
 class AttentionName(NamedTuple):
@@ -32,11 +31,11 @@ class AttentionName(NamedTuple):
 
 
 def parse_attention(name: str, **fields: bool) -> AttentionName:
-    """Parse `exact`, a name from `BASELINES`, or AVQ's sizes.
+    """Parse `exact`, a name from `BASELINES`, or a configuration as in `distill.codewords`.
 
-    `M64C8T1e-4` has a threshold and own codewords. `M64P16C8` has stored codewords, the paper's
-    form; `M64P16C8/means` stored codewords with keys represented by means; `M64P16C8/own` own
-    codewords, and `M64P16C8/own1` own codewords after one update. `M192` is flat VQ.
+    Args:
+        name: the name.
+        fields: other fields of configurations with stored codewords.
 
     Raises:
         ValueError: there is no such attention.
@@ -45,16 +44,9 @@ def parse_attention(name: str, **fields: bool) -> AttentionName:
         return AttentionName()
     if name in BASELINES:
         return AttentionName(baseline=name)
-    if form := AVQ_FORM.fullmatch(name):
-        sizes, means, updates = form.groups()
-        own = updates is not None or ("threshold" in sizes_of(sizes) and not means)
-        config = AVQConfig.parse(
-            sizes,
-            codewords="means" if own or means else "stored",
-            num_updates=int(updates or 0),
-            **({} if own else fields),
-        )
-        return AttentionName(avq=config, own=own)
+    if name.startswith("M"):
+        config, own = parse_codewords(name)
+        return AttentionName(avq=config if own else replace(config, **fields), own=own)
     raise ValueError(
         f"attention must be exact, {', '.join(BASELINES)}, or sizes such as M64C8T1e-4, M64P16C8, "
         f"M192 or M64P16C8/own, but got {name!r}."

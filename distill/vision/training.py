@@ -23,7 +23,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from avq_diffusers.files import atomic_write, sha256_all
+from avq_diffusers.files import sha256_all, write_text
 from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
 from distill.quantizer import recorded
@@ -106,8 +106,7 @@ class Steps(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            with atomic_write(folder / DIGESTS) as temporary:
-                temporary.write_text(json.dumps(checkpoint_digests(folder)))
+            write_text(folder / DIGESTS, json.dumps(checkpoint_digests(folder)))
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any
@@ -339,8 +338,7 @@ def check_saved(folder: Path) -> None:
 def _claim(path: Path, config: VisionConfig, resume: bool) -> None:
     """Claim a run's folder for this configuration."""
     if not path.is_file():
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(plain_values(config), indent=2) + "\n")
+        write_text(path, json.dumps(plain_values(config), indent=2) + "\n")
         return
     if not resume:
         raise ValueError(f"{path.parent} holds a run: add --resume or choose another --output.")

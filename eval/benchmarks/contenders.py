@@ -21,7 +21,7 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Tensors
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
-from eval.keys.calls import mean_columns
+from eval.keys.calls import mean_columns, relative_error
 from eval.methods.avq import config_label, method_name
 from eval.methods.registry import parse_method
 
@@ -84,7 +84,7 @@ class Bench:
 
     def exact(self, inputs: Inputs, num_sinks: int = 0) -> list[Contender]:
         """Default SDPA, FlashAttention-2 and cuDNN, including the keys of text tokens."""
-        sets = inputs.joint(num_sinks) if num_sinks else inputs.even
+        sets = inputs.joint(num_sinks) if num_sinks else inputs.sets
 
         def expected() -> Tensor:
             query, key, value = (tensor.float() for tensor in sets[0])
@@ -106,13 +106,7 @@ class Bench:
         ]
 
     def avq(
-        self,
-        inputs: Inputs,
-        name: str,
-        *,
-        in_order: bool = False,
-        is_skewed: bool = False,
-        num_sinks: int = 0,
+        self, inputs: Inputs, name: str, *, in_order: bool = False, num_sinks: int = 0
     ) -> Contender:
         """AVQ with a configuration.
 
@@ -120,12 +114,10 @@ class Bench:
             inputs: the inputs.
             name: name of the configuration.
             in_order: whether to pass a query order.
-            is_skewed: whether a share of the keys is identical.
             num_sinks: number of text keys that every query attends to.
         """
         method = parse_method(name, (0,))
         config, own = method.config, method.own
-        sets = inputs.skewed if is_skewed else inputs.even
         codebook = None if own else inputs.codebook(config)
         order = inputs.order if in_order else None
         timed, oracle = backends(self.device)
@@ -133,7 +125,7 @@ class Bench:
         def tensors(index: int, dtype: torch.dtype) -> Row:
             sinks = inputs.sinks(num_sinks)[index] if num_sinks else (None, None)
             names = ("query", "key", "value", "sink_key", "sink_value")
-            pairs = zip(names, (*sets[index], *sinks), strict=True)
+            pairs = zip(names, (*inputs.sets[index], *sinks), strict=True)
             tokens = {name: None if x is None else x.to(dtype) for name, x in pairs}
             return tokens | {"codebook": codebook, "query_order": order}
 
@@ -152,7 +144,7 @@ class Bench:
             call = Tensors.of(**tensors(0, self.dtype))
             columns = mean_columns(attend(call, config.spec, timed))
 
-        suffix = (f", {num_sinks} sinks" if num_sinks else "") + ", skewed keys" * is_skewed
+        suffix = f", {num_sinks} sinks" if num_sinks else ""
         has_stored = own and config.num_refined is not None
         stored = replace(config, codewords="stored", num_updates=0) if has_stored else None
         return Contender(
@@ -163,7 +155,6 @@ class Bench:
                 "config": config_label(config, own=own),
                 "effective_codewords": columns,
                 "sinks": num_sinks,
-                "keys": "skewed" if is_skewed else "uniform",
             },
             method_name(stored) + suffix if stored else None,
             has_stages=not num_sinks and config.num_refined is not None,
@@ -227,12 +218,6 @@ def _checked(contender: Contender) -> Row:
     if not error <= TOLERANCE:
         raise RuntimeError(f"wrong output: relative error {error:.3g}")
     return {"error": error}
-
-
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """RMS error divided by the RMS of the expected output."""
-    expected = expected.float()
-    return float((output.float() - expected).norm() / expected.norm())
 
 
 def stage_times(run: Callable[[int], Any], num_sets: int) -> Row:

@@ -14,7 +14,6 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 
 CALIBRATION_KEYS = 16384
-HOT_SHARE = 0.3
 
 InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
 
@@ -51,13 +50,8 @@ class Inputs:
         self._codebooks: dict[tuple[int, int], Codebook] = {}
 
     @cached_property
-    def even(self) -> InputSets:
+    def sets(self) -> InputSets:
         return [self._draw(self.shape, self.dtype) for _ in range(self.count)]
-
-    @cached_property
-    def skewed(self) -> InputSets:
-        """The sets with a random `HOT_SHARE` of each head's keys replaced by a single key."""
-        return [self._draw(self.shape, self.dtype, HOT_SHARE) for _ in range(self.count)]
 
     def sinks(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
         """`number` keys and values per set, as for text; the same at every call."""
@@ -71,7 +65,7 @@ class Inputs:
         texts = self.sinks(number)
         return [
             (query, torch.cat([key, text_key], 2), torch.cat([value, text_value], 2))
-            for (query, key, value), (text_key, text_value) in zip(self.even, texts, strict=True)
+            for (query, key, value), (text_key, text_value) in zip(self.sets, texts, strict=True)
         ]
 
     @cached_property
@@ -90,9 +84,7 @@ class Inputs:
             self._codebooks[sizes] = fit_codebook(key[0], *sizes, num_iterations=10)
         return self._codebooks[sizes]
 
-    def _draw(
-        self, shape: Shape, dtype: torch.dtype, hot_share: float = 0.0
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw(self, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         size = (shape.batch, shape.num_tokens, shape.num_heads)
         cluster = torch.randint(
             self.centres.shape[1], size, generator=self.generator, device=self.device
@@ -100,9 +92,6 @@ class Inputs:
         heads = torch.arange(shape.num_heads, device=self.device)
         key = self.centres.to(dtype)[heads, cluster]
         key += 0.3 * self._normal(*size, shape.head_dim, dtype=dtype)
-        if hot_share:
-            hot = torch.rand(size, generator=self.generator, device=self.device) < hot_share
-            key = torch.where(hot[..., None], key[:1, :1], key)
         query, value = (self._normal(*size, shape.head_dim, dtype=dtype) for _ in range(2))
         query, key, value = (x.transpose(1, 2) for x in (1.5 * query, key, value))
         return query, key, value

@@ -1,9 +1,8 @@
 """Time the operation: `python -m eval bench kernels`, `bench attention` and `bench gradients`.
 
 `kernels` has four parts: the paper's table (B4 H12 D64), SD1.5's shapes, Flux's joint attention,
-and scaling with codebook size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of
-the keys identical. A row with own codewords also has its time relative to stored codewords of the
-same sizes on the same keys.
+and scaling with codebook size and N. A row with own codewords also has its time relative to stored
+codewords of the same sizes on the same keys.
 
 The rows of one size are timed in turns in one process, in CUDA graphs where possible, over enough
 input sets to overflow the L2 cache.

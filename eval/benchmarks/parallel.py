@@ -23,9 +23,9 @@ from diffusers.models import attention_dispatch
 from torch import Tensor, nn
 
 from avq_diffusers import apply_avq, remove_avq, set_threshold, summary
-from eval.benchmarks.contenders import relative_error
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench
+from eval.keys.calls import relative_error
 from eval.methods.registry import AVQ
 from eval.store.report import save_json
 

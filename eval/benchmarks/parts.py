@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ class Part:
 
     Attributes:
         num_exact: how many kinds of exact attention run for comparison.
-        skews: whether keys are skewed; methods run in each of these ways.
-        texts: numbers of text tokens, which are sinks; exact attention uses the last.
+        texts: numbers of text tokens, which are sinks; methods run with each, exact attention with
+            the last.
         in_order: whether queries are in Gilbert order.
         cuda_dtype: dtype on CUDA, in place of the bench's.
         has_gradients: whether gradients of query, key and value are timed, on one set of inputs.
@@ -37,7 +36,6 @@ class Part:
     """
 
     num_exact: int = 3
-    skews: Sequence[bool] = (False,)
     texts: Sequence[int] = (0,)
     in_order: bool = False
     cuda_dtype: torch.dtype | None = None
@@ -48,8 +46,8 @@ class Part:
         has_exact = self.is_checked or inputs.shape.num_tokens <= MOST_EXACT_TOKENS
         found = bench.exact(inputs, self.texts[-1])[: self.num_exact if has_exact else 0]
         for method in methods:
-            for is_skewed, num_sinks in product(self.skews, self.texts):
-                way = {"is_skewed": is_skewed, "num_sinks": num_sinks, "in_order": self.in_order}
+            for num_sinks in self.texts:
+                way = {"num_sinks": num_sinks, "in_order": self.in_order}
                 found.append(bench.avq(inputs, method, **way))
         if self.has_gradients or not self.is_checked:
             found = [replace(x, has_stages=False) for x in found]
@@ -58,7 +56,7 @@ class Part:
 
 PARTS = {
     "table": Part(),  # the paper's Tab. speed_scaling
-    "sd15": Part(skews=(False, True), in_order=True),
+    "sd15": Part(in_order=True),
     "joint": Part(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
     "codewords": Part(num_exact=0),
     "tokens": Part(num_exact=0),
@@ -123,7 +121,7 @@ def part_rows(bench: Bench, name: str, sizes: Mapping[str, Sizes]) -> Iterator[l
 
 def gradient_rows(bench: Bench, contenders: Sequence[Contender], inputs: Inputs) -> list[Row]:
     """Time forward passes, then passes with gradients; exact attention's are not checked."""
-    (tensors,) = inputs.even
+    (tensors,) = inputs.sets
     grad = torch.randn_like(tensors[0])
     for tensor in tensors:
         tensor.requires_grad_()

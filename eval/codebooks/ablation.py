@@ -5,20 +5,18 @@ one device. The command can be repeated: it resumes runs, leaves finished ones a
 runs with other settings.
 """
 
-import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from tqdm import tqdm
 
 from eval.codebooks.layer_errors import METRICS
-from eval.store.markdown import rows_table
+from eval.store.markdown import rows_table, standard_error
 
 Row = dict[str, Any]
 
@@ -41,8 +39,6 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "no feature loss": {"objective.feature_weight": 0.0},
     "key norm": {"avq.key_norm": "true"},
 }
-# What two files must share for their runs to go into one table.
-PROTOCOL = ("config", "overrides", "num_images", "num_timesteps")
 
 
 def train_variants(
@@ -65,10 +61,8 @@ def train_variants(
         overrides: other `--set` options, applied before the variant's.
 
     Raises:
-        ValueError: a variant is unknown, or a run failed.
+        ValueError: a run failed.
     """
-    if unknown := [name for name in variants if name not in VARIANTS]:
-        raise ValueError(f"variants must be some of {', '.join(VARIANTS)}, but got {unknown[0]!r}.")
     runs = {}
     for variant in variants:
         for seed in seeds:
@@ -94,24 +88,6 @@ def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
         figures = {figure: row[figure] for figure in METRICS}
         rows.append({"variant": variant, "seed": int(seed), "config": row["config"], **figures})
     return rows
-
-
-def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of several `python -m eval ablate` files, by variant and seed.
-
-    Raises:
-        ValueError: the files differ in `PROTOCOL`, or two contain the same run.
-    """
-    for name in PROTOCOL:
-        if len({json.dumps(document[name]) for document in documents}) > 1:
-            raise ValueError(f"ablations that are merged must be alike, but differ in {name}.")
-    rows = [row for document in documents for row in document["rows"]]
-    runs = Counter((row["variant"], row["seed"], row["config"]) for row in rows)
-    if repeated := [run for run, count in runs.items() if count > 1]:
-        variant, seed, config = repeated[0]
-        raise ValueError(f"two files have the run {variant}, seed {seed}, judged at {config}.")
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    return sorted(rows, key=lambda row: (variants.index(row["variant"]), row["seed"]))
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
@@ -142,8 +118,8 @@ def _over_seeds(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]  # flat: no capture
     if not known:
         return "-"
-    error = f" ± {stdev(known) / len(known) ** 0.5:.1g}" if len(known) > 1 else ""
-    return f"{mean(known):.3g}{error}"
+    error = standard_error(known)
+    return f"{mean(known):.3g}" + ("" if error is None else f" ± {error:.1g}")
 
 
 def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:

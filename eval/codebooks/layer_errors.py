@@ -3,7 +3,7 @@
 Over all images, timesteps and elements, with s the student's output and t the teacher's:
 
 feature_relative_mse  sum of (s - t)^2 / sum of t^2 of a layer's attn1, the student on its own input
-output_error          |s - t| / |t| of the predicted noise; `output_error_at` is per timestep
+output_error          |s - t| / |t| of the predicted noise
 
 For the student's keys, means over heads and timesteps:
 
@@ -15,9 +15,7 @@ capture               share of attention on keys of refined parents, in the firs
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -39,6 +37,7 @@ from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import RESOLUTIONS, Spec
 from avq_diffusers.hosts import Layer
+from distill.quantizer import recorded
 from distill.scenes import Scene, render
 from eval.keys.calls import mean_columns
 from eval.methods.prepared import Method, attention_method
@@ -122,7 +121,7 @@ class _Totals:
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        self.outputs: dict[int, Squares] = {}
+        self.outputs: list[Squares] = []
         self.layers: dict[str, _LayerTotals] = {}
 
     def add(
@@ -141,7 +140,7 @@ class _Totals:
             if self.method.layer_configs:
                 layer.avq_state.function = total.attend
         output, found = _run(pipe, inputs, layers)
-        self.outputs[int(inputs[1][0])] = _squares(output, expected)
+        self.outputs.append(_squares(output, expected))
         for name, total in self.layers.items():
             total.features.append(_squares(found[name], features[name]))
 
@@ -155,15 +154,11 @@ class _Totals:
         return {
             **facts,
             **dict.fromkeys(METRICS),
-            "output_error": _relative_mse(self.outputs.values()) ** 0.5,
+            "output_error": _relative_mse(self.outputs) ** 0.5,
             **{
                 name: mean(of_layer[name] for of_layer in layers.values())
                 for name in figures
                 if name != "level"
-            },
-            "output_error_at": {
-                str(timestep): _relative_mse([squares]) ** 0.5
-                for timestep, squares in self.outputs.items()
             },
             "layers": layers,
         }
@@ -210,19 +205,12 @@ class _LayerTotals:
 
 
 def _run(
-    pipe: StableDiffusionPipeline, inputs: UNetInputs, layers: Iterable[Layer]
+    pipe: StableDiffusionPipeline, inputs: UNetInputs, layers: Sequence[Layer]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The predicted noise, and the output of each layer's attn1."""
-    found: dict[str, Tensor] = {}
-    with ExitStack() as hooks:
-        for layer in layers:
-            keep = partial(_keep, found, layer.name)
-            hooks.enter_context(layer.attn.register_forward_hook(keep))
-        return pipe.unet(*inputs, return_dict=False)[0], found
-
-
-def _keep(found: dict[str, Tensor], name: str, attn: Any, inputs: Any, output: Tensor) -> None:
-    found[name] = output
+    with recorded(layer.attn for layer in layers) as outputs:
+        noise = pipe.unet(*inputs, return_dict=False)[0]
+    return noise, {layer.name: outputs[layer.attn] for layer in layers}
 
 
 def _squares(output: Tensor, expected: Tensor) -> Squares:

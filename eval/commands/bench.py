@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from avq_diffusers.files import write_text
 from avq_diffusers.options import device_of, dtype_name, numbers_of
-from eval.commands.options import Device, Output, Overrides
+from eval.commands.options import Device, Output, Overrides, some_of
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
@@ -67,12 +68,7 @@ def bench_kernels_command(
     """
     from eval.benchmarks.parts import KERNEL_PARTS
 
-    for part in (names := parts.split(",")):
-        if part not in KERNEL_PARTS:
-            raise ValueError(
-                f"--parts must be some of {', '.join(KERNEL_PARTS)}, but got {part!r}."
-            )
-    for part in names:
+    for part in some_of("--parts", parts, KERNEL_PARTS):
         _run_sized(part, f"bench_kernels_{part}", device, output)
 
 
@@ -126,19 +122,14 @@ def bench_variants_command(
     from eval.benchmarks.variants import MOST_SHARED, Case, variant_rows, variants_page
     from eval.store.report import save_json
 
-    targets = numbers_of("--capabilities", capabilities)
-    if unknown := [target for target in targets if target not in MOST_SHARED]:
-        raise ValueError(
-            f"--capabilities must be some of {', '.join(map(str, MOST_SHARED))}, but got "
-            f"{unknown[0]}."
-        )
+    targets = map(int, some_of("--capabilities", capabilities, [*map(str, MOST_SHARED)]))
     dims, numbers = numbers_of("--head-dims", head_dims), numbers_of("--sinks", sinks)
     cases = product(targets, [getattr(torch, dtype)], dims, methods.split(","), numbers)
     rows = variant_rows([Case(*case) for case in cases])
     path = output / f"bench_variants_{dtype}.json"
     save_json(path, device="cpu", rows=rows)
     page = variants_page([read_result(x).document for x in sorted(output.glob("bench_variants_*"))])
-    (output / "variants.md").write_text(page)
+    write_text(output / "variants.md", page)
     print(page)
 
 
@@ -204,9 +195,7 @@ def bench_parallel_command(
     """
     from eval.benchmarks.parallel import SIDES, run_parallel
 
-    names = models.split(",")
-    if unknown := [name for name in names if name not in SIDES]:
-        raise ValueError(f"--models must be some of {', '.join(SIDES)}, but got {unknown[0]!r}.")
+    names = some_of("--models", models, SIDES)
     kind = device_of(device).type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, but got {kind}.")

@@ -119,7 +119,7 @@ def coco_score_command(
     name: Annotated[str, typer.Option(help="Name of the file to write.")] = "coco",
     output: Output = RESULTS,
 ) -> None:
-    """FID, KID and CLIP score of folders of images, all made from the same captions.
+    """FID and CLIP score of folders of images, all made from the same captions.
 
     Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014
     """

@@ -18,11 +18,10 @@ from eval.commands.options import (
     Timesteps,
     calibration_prompts,
     held_out_scenes,
-    load_pipeline,
     result_name,
+    some_of,
 )
-from eval.commands.stored import publish
-from eval.store.report import RESULTS
+from eval.store.report import RESULTS, publish
 
 app = typer.Typer()
 
@@ -48,6 +47,7 @@ def errors_command(
     from eval.codebooks.layer_errors import errors_table, measure_errors
     from eval.methods.prepared import prepare_methods
     from eval.methods.registry import TOME
+    from eval.methods.running import load_pipeline
     from eval.quality.generation import Sampling, dilation, dilation_facts
 
     names = methods.split(",")
@@ -93,20 +93,22 @@ def ablate_command(
 ) -> None:
     """Train variants of a distillation and compare their errors against the teacher.
 
-    `merge` adds runs with other seeds or variants to the table.
+    Repeat it with more seeds or variants to add them: finished runs are kept.
 
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000
     """
     from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
     from eval.codebooks.layer_errors import measure_errors
     from eval.methods.prepared import prepare_methods
+    from eval.methods.running import load_pipeline
 
+    chosen = some_of("--variants", variants or ",".join(VARIANTS), VARIANTS)
     place = device_of(device)
     pipe = load_pipeline(model, place)
     trained = train_variants(
         config,
         runs,
-        variants.split(",") if variants else list(VARIANTS),
+        chosen,
         seeds=numbers_of("--seeds", seeds),
         parallel=parallel,
         overrides=overrides,

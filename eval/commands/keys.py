@@ -8,8 +8,8 @@ import typer
 from avq_diffusers.mini import model_path, usual_prompts
 from avq_diffusers.options import device_of, numbers_of
 from eval.commands.options import Device, Download, Dtype, Output, usual_dtype
-from eval.commands.stored import publish
-from eval.store.report import RESULTS
+from eval.commands.stored import draw
+from eval.store.report import RESULTS, publish
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +93,9 @@ def keys_command(
     for size in sides or (own_size(loaded),):
         rows += measure(subject_of(loaded, size, images, prompts, frames), names)
     video = [f"{frames}_frames"] if frames > 1 else []
+    path = result_path(output, "keys", model, *video, place.type, *([dtype] if dtype else []))
     publish(
-        result_path(output, "keys", model, *video, place.type, *([dtype] if dtype else [])),
+        path,
         keys_table(rows),
         device=place,
         num_images=images,
@@ -102,6 +103,7 @@ def keys_command(
         dtype=str(loaded.dtype),
         rows=rows,
     )
+    draw(path)
 
 
 def sides_of(sizes: str) -> tuple[int, ...]:
@@ -127,8 +129,6 @@ def load(model: str, download: bool, device: "torch.device", dtype: str | None =
     Raises:
         ValueError: there is no such model.
     """
-    import torch
-
     from eval.keys.subjects import load_model
     from eval.keys.vit import download_vit
 
@@ -136,8 +136,7 @@ def load(model: str, download: bool, device: "torch.device", dtype: str | None =
         download_vit(VIT_FOLDER)
     if model == VIT and not VIT_FOLDER.is_dir():
         raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
-    chosen = getattr(torch, dtype or usual_dtype(device))
-    return load_model(str(folder_of(model)), device, chosen)
+    return load_model(str(folder_of(model)), device, dtype or usual_dtype(device))
 
 
 def result_path(output: Path, kind: str, model: str, *facts: str) -> Path:

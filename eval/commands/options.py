@@ -13,7 +13,6 @@ from distill.scenes import TEST_SEEDS, VALIDATION_SEEDS, Scene, sample_scene
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
 
@@ -34,7 +33,8 @@ Methods = Annotated[
     typer.Option(
         help="Comma-separated: words such as exact, value-projection (the control) or tome; "
         "M64C8T1e-4, M64P16C8/own (codewords from the call's own keys) or M64P16C8 (calibrated); "
-        "folders of codebooks or of LinFusion layers. eval/methods has the whole grammar."
+        "folders of codebooks or of LinFusion layers. eval/methods and distill/codewords.py have "
+        "the whole grammar."
     ),
 ]
 Model = Annotated[
@@ -99,6 +99,18 @@ def result_name(
     return f"{command}_levels{''.join(map(str, levels))}{suffix}"
 
 
+def some_of(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """The comma-separated names of an option.
+
+    Raises:
+        ValueError: one is not among the known ones.
+    """
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{option} must be some of {', '.join(known)}, but got {unknown[0]!r}.")
+    return names
+
+
 def held_out_scenes(number: int) -> list[Scene]:
     """Held-out scenes, which results are measured on."""
     return [sample_scene(seed) for seed in TEST_SEEDS[:number]]
@@ -112,21 +124,6 @@ def calibration_prompts() -> list[str]:
 def usual_dtype(device: "torch.device") -> str:
     """Half precision on a GPU."""
     return "float16" if device.type == "cuda" else "float32"
-
-
-def load_pipeline(
-    model: str, device: "torch.device", dtype: str = "float32"
-) -> "DiffusionPipeline":
-    """A pipeline of Stable Diffusion or mini-sd3 on a device, without its own progress bars."""
-    import torch
-    from diffusers import StableDiffusionPipeline
-
-    from avq_diffusers.mini.loading import load_mini_sd3
-
-    load = load_mini_sd3 if is_mini_sd3(model) else StableDiffusionPipeline.from_pretrained
-    pipe = load(model, dtype=getattr(torch, dtype))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
 
 
 def run_app(app: typer.Typer) -> None:

@@ -1,14 +1,14 @@
 """Similarity and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from avq_diffusers.files import sha256
 from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
+from distill.environment import environment
 from distill.scenes import IMAGE_SIZE
 from eval.commands.options import (
     AnyModel,
@@ -27,22 +27,21 @@ from eval.commands.options import (
     Tolerances,
     calibration_prompts,
     held_out_scenes,
-    load_pipeline,
     result_name,
     usual_dtype,
 )
-from eval.commands.stored import draw, publish
+from eval.commands.stored import draw
 from eval.store.report import (
     RESULTS,
     SCORER,
-    Result,
-    check_kinds,
     complete,
-    environment,
     folder_digest,
+    publish,
     read_result,
     save_json,
 )
+
+TABLE_KINDS = "scenes", "merge", "bench steps"
 
 app = typer.Typer()
 
@@ -68,6 +67,7 @@ def compare_command(
 
     At twice the size: python -m eval compare --size 512 --scalecrafter
     """
+    from eval.methods.running import load_pipeline
     from eval.quality.compare import compare, compare_sheet, compare_table
     from eval.quality.generation import Sampling, dilation_facts
 
@@ -121,6 +121,7 @@ def tolerance_command(
     """
     from avq_diffusers import AVQConfig
     from avq_diffusers.mini.loading import usual_guidance
+    from eval.methods.running import load_pipeline
     from eval.quality.generation import Sampling
     from eval.quality.tolerance import measure_tolerances, tolerance_panels, tolerance_table
     from eval.store.plots import panel_plot
@@ -174,7 +175,7 @@ def scenes_command(
     compiled: Compiled = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Keep this run's finished rows, and the images of `exact`."),
+        typer.Option("--resume", help="Keep the finished rows of this run."),
     ] = False,
     device: Device = None,
     output: Output = RESULTS,
@@ -190,10 +191,10 @@ def scenes_command(
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16
     """
     from avq_diffusers.mini.loading import usual_guidance
-    from eval.methods.registry import EXACT
+    from eval.methods.running import load_pipeline
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer as SceneScorer
-    from eval.quality.scene_rows import finished_rows, resumable, scenes_table
+    from eval.quality.scene_rows import finished_rows, scenes_table
     from eval.quality.scenes import Trial, score_methods
 
     place = device_of(device)
@@ -233,58 +234,52 @@ def scenes_command(
     other_size = None if size == IMAGE_SIZE else size
     name = result_name("scenes", model, trial.levels, other_size, dilated)
     path = output / f"{name}{f'_seed{first_seed}' if first_seed else ''}.json"
-    finished, exact_digest = {}, None
-    exact_images = path.with_suffix(".exact.npy")
+    finished = {}
     if resume and path.exists():
-        document = read_result(path).document
-        finished = finished_rows(document, protocol | environment(place))
-        exact_digest = document.get("exact_images_sha256")
-        if EXACT in finished and sha256(exact_images) not in (None, exact_digest):
-            raise ValueError(
-                f"{exact_images} is not the file that this run saved; delete it to generate its "
-                f"images again."
-            )
+        finished = finished_rows(read_result(path).document, protocol | environment(place))
     rows, judge = [], SceneScorer(scorer).to(place)
-    for row in score_methods(pipe, trial, judge, finished, exact_images):
+    for row in score_methods(pipe, trial, judge, finished):
         rows.append(row)
-        if row["method"] == EXACT:
-            exact_digest = sha256(exact_images)
         table = scenes_table([row])
         print(table if len(rows) == 1 else table.splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
-        save_json(
-            path,
-            device=place,
-            **protocol,
-            **resumable([*rows, *kept], exact_digest),
-        )
+        save_json(path, device=place, **protocol, rows=[*rows, *kept])
     print(f"{scenes_table(rows)}\nresults: {path}")
 
 
 @app.command("merge")
 def merge_command(
-    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`, or of `ablate`.")],
+    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
 ) -> None:
-    """Average results of `scenes` over seeds, or put runs of `ablate` into one table.
+    """Average results of `scenes` over seeds.
 
-    For scenes, ± becomes one standard error over the seeds; FID, CLIP score and copy agreement are
-    also given as differences to exact attention, seed by seed. Rows of one seed may come from
-    several files; rows that a seed lacks are left out.
+    ± becomes one standard error over the seeds; FID, CLIP score and copy agreement are also given
+    as differences to exact attention, seed by seed. Rows of one seed may come from several files;
+    rows that a seed lacks are left out.
 
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
     """
-    read = [read_result(path) for path in results]
-    kinds = dict.fromkeys(result.kind for result in read)
-    if set(kinds) == {"scenes"}:
-        _merge_scenes(read, output)
-    elif set(kinds) == {"ablate"}:
-        _merge_ablations(read, output)
-    else:
-        raise ValueError(
-            f"results of scenes or of ablate are merged, but these are of {', '.join(kinds)}."
-        )
+    from eval.quality.scene_rows import (
+        PROTOCOL,
+        differences_table,
+        merge_runs,
+        row_key,
+        scenes_table,
+    )
+
+    documents = [_scenes_document(path) for path in results]
+    rows = merge_runs(documents)
+    print(f"{scenes_table(rows)}\n\nDifferences to exact attention, with the same noise:\n")
+    print(f"{differences_table(rows)}\n")
+    merged = set(map(row_key, rows))
+    for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
+        if key not in merged:
+            print(f"Left out because a seed lacks it: {key[0]}, levels {list(key[1])}")
+    protocol = {name: documents[0].get(name) for name in PROTOCOL}
+    runs = [{x: value for x, value in one.items() if x != "rows"} for one in documents]
+    save_json(output, device="cpu", **protocol, runs=runs, rows=rows)
 
 
 @app.command("table")
@@ -301,8 +296,7 @@ def table_command(
 
     Example: python -m eval table merged.json merged_512.json bench_steps_cuda.json
     """
-    found = [read_result(path) for path in results]
-    check_kinds(found)  # before what takes seconds to import
+    found = [read_result(path, TABLE_KINDS) for path in results]
     from eval.quality.method_table import build_table, quality_table
 
     table = build_table(found)
@@ -321,58 +315,12 @@ def plot_command(
         draw(path)
 
 
-def _merge_scenes(results: Sequence[Result], output: Path) -> None:
-    from eval.quality.scene_rows import (
-        MAKING,
-        PROTOCOL,
-        differences_table,
-        merge_runs,
-        row_key,
-        scenes_table,
-    )
-
-    documents = [_scenes_document(result) for result in results]
-    rows = merge_runs(documents)
-    print(f"{scenes_table(rows)}\n\nDifferences to exact attention, with the same noise:\n")
-    print(f"{differences_table(rows)}\n")
-    merged = set(map(row_key, rows))
-    for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
-        if key not in merged:
-            print(f"Left out because a seed lacks it: {key[0]}, levels {list(key[1])}")
-    protocol = {name: documents[0].get(name) for name in PROTOCOL}
-    for document in documents:
-        protocol |= {name: document[name] for name in MAKING if name in document}
-    _save_merged(output, protocol, documents, rows)
-
-
-def _scenes_document(result: Result) -> Mapping[str, Any]:
+def _scenes_document(path: Path) -> Mapping[str, Any]:
     """The content of a file from `scenes`."""
     from eval.quality.scene_rows import noise_seeds, scenes_table
 
-    with complete(result.path):
-        noise_seeds(result.document)
-        scenes_table(result.document["rows"])
-    return result.document
-
-
-def _merge_ablations(results: Sequence[Result], output: Path) -> None:
-    from eval.codebooks.ablation import PROTOCOL, ablation_table, join_ablations
-
-    documents = [result.document for result in results]
-    for result in results:
-        with complete(result.path):
-            join_ablations([result.document])
-    rows = join_ablations(documents)
-    print(ablation_table(rows))
-    _save_merged(output, {name: documents[0][name] for name in PROTOCOL}, documents, rows)
-
-
-def _save_merged(
-    path: Path,
-    protocol: Mapping[str, Any],
-    documents: Sequence[Mapping[str, Any]],
-    rows: Sequence[Mapping[str, Any]],
-) -> None:
-    """Save rows with what their files say about how they were made."""
-    runs = [{x: value for x, value in one.items() if x != "rows"} for one in documents]
-    save_json(path, device="cpu", **protocol, runs=runs, rows=rows)
+    document = read_result(path, ("scenes",)).document
+    with complete(path):
+        noise_seeds(document)
+        scenes_table(document["rows"])
+    return document

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.options import device_of, numbers_of
-from eval.commands.options import Device, Images, Model, Overrides, PNDMSteps, Scorer
+from eval.commands.options import Device, Images, Model, Overrides, PNDMSteps, Scorer, some_of
 
 app = typer.Typer(no_args_is_help=True, help="Make a published table, from downloads to metrics.")
 
@@ -50,12 +50,12 @@ def sd15_command(
 
     Example: python -m eval reproduce sd15 runs/sd15 --processes 8
     """
-    from avq_diffusers.files import atomic_write, locked
+    from avq_diffusers.files import locked, write_text
     from eval.quality.sd15 import ROWS, Request, carry_out, measured, paper_table, plan, plan_table
 
     request = Request(
         output=output,
-        rows=rows.split(",") if rows else list(ROWS),
+        rows=some_of("--rows", rows or ",".join(ROWS), ROWS),
         sizes=numbers_of("--sizes", sizes),
         model=model,
         captions=captions,
@@ -75,6 +75,5 @@ def sd15_command(
     with locked(output, 1, message):
         carry_out(request, chosen)
         table = paper_table(measured(request), request.sizes)
-        with atomic_write(output / "table.md") as temporary:
-            temporary.write_text(table + "\n", encoding="utf-8")
+        write_text(output / "table.md", table + "\n")
     print(f"\nMeasured (published):\n\n{table}")

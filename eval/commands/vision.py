@@ -10,9 +10,9 @@ import typer
 from avq_diffusers.mini import model_path
 from avq_diffusers.options import device_of, tolerances_of
 from eval.commands.keys import SMALLEST, VIT, folder_of, load, result_path, sides_of
-from eval.commands.options import Device, Download, Methods, Output, Tolerances
-from eval.commands.stored import draw, publish
-from eval.store.report import RESULTS, save_json
+from eval.commands.options import Device, Download, Methods, Output, Size, Tolerances
+from eval.commands.stored import draw
+from eval.store.report import RESULTS, publish, save_json
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def data(
     ] = None,
     training: Annotated[int, typer.Option(min=1, help="Training images.")] = 2000,
     validation: Annotated[int, typer.Option(min=1, help="Validation images.")] = 400,
-    size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = 512,
+    size: Size = 512,
     seed: Annotated[int, typer.Option(min=0, max=9, help="Seed of the scenes.")] = 0,
 ) -> None:
     """Write scenes over photographs in the layout of ADE20K or ImageNet.

@@ -12,7 +12,7 @@ Exact attention is computed in float32 from the same inputs. Errors and columns 
 subject's tests, and then over layers.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -27,7 +27,7 @@ from avq_diffusers import AVQCodebooks, select_layers
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Attended, Tensors
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.keys.calls import Call, answered, mean_columns
+from eval.keys.calls import answered, exactly, mean_columns, relative_error
 from eval.keys.subjects import Subject
 from eval.methods.base import KEYS, AttentionMethod
 from eval.methods.registry import EXACT, NO_ATTENTION, WORDS, parse_method
@@ -105,21 +105,21 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
     }
     # By number of tokens: errors and columns by layer and method, and one call per layer.
     found: dict[int, dict[str, dict[str, list[_Found]]]] = {}
-    first_calls: dict[int, dict[str, Call]] = {}
+    first_calls: dict[int, dict[str, Tensors]] = {}
 
-    def observe(call: Call) -> Tensor:
-        exact = call.exact()
-        of_layer = found.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
+    def observe(layer: str, call: Tensors) -> Tensor:
+        exact, num_tokens = exactly(call), call.key.shape[2]
+        of_layer = found.setdefault(num_tokens, {}).setdefault(layer, {})
         for name, attention in attentions.items():
-            attended = attention(call)()
+            attended = attention(layer, call)()
             if attended.shown is None:
-                columns = methods[name].columns(call.num_tokens)
+                columns = methods[name].columns(num_tokens)
             else:
                 columns = mean_columns(attended)
-            of_call = _Found(distance(attended.output, exact), columns)
+            of_call = _Found(relative_error(attended.output, exact), columns)
             of_layer.setdefault(name, []).append(of_call)
         if call.query.is_cuda:  # to be timed
-            first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
+            first_calls.setdefault(num_tokens, {}).setdefault(layer, call)
         return exact
 
     run_by = partial(answered, subject.model, min_tokens=min_tokens, frames=subject.frames)
@@ -135,13 +135,13 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         groups[ALL] = {name: layer for layers in found.values() for name, layer in layers.items()}
     rows = []
     for num_tokens, layers in groups.items():
-        times = _times(attentions.values(), [*first_calls.get(num_tokens, {}).values()])
+        times = _times(attentions.values(), first_calls.get(num_tokens, {}))
         progress = tqdm(methods.items(), desc=f"features, N = {num_tokens}")
         for (name, method), timing in zip(progress, times, strict=True):
             answer = partial(_answer, attentions[name], layers)
             with run_by(answer):
                 pairs = zip(subject.tests, outputs, strict=True)
-                off = mean(distance(test(), output) for test, output in pairs)
+                off = mean(relative_error(test(), output) for test, output in pairs)
             of_layers = {
                 layer: mean(call.error for call in calls[name]) for layer, calls in layers.items()
             }
@@ -212,12 +212,6 @@ def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
     return Panel(title, xlabel, curves, xscale="log", yscale="log")
 
 
-def distance(output: Tensor, exact: Tensor) -> float:
-    """The relative error |output - exact| / |exact|."""
-    exact = exact.float()
-    return float((output.float() - exact).norm() / exact.norm())
-
-
 def stored_codebooks(subject: Subject, method: AttentionMethod) -> AVQCodebooks | None:
     """The codebooks of a method with stored codewords, for all levels; None for others."""
     if not method.is_stored:
@@ -228,28 +222,33 @@ def stored_codebooks(subject: Subject, method: AttentionMethod) -> AVQCodebooks 
 
 
 def _attention(
-    method: AttentionMethod, codebooks: AVQCodebooks | None, call: Call, *, timed: bool = False
+    method: AttentionMethod,
+    codebooks: AVQCodebooks | None,
+    layer: str,
+    call: Tensors,
+    *,
+    timed: bool = False,
 ) -> Callable[[], Attended]:
     """A method's attention. A timed peer leaves its tokens in the order of blocks."""
     if method.config is not None:
-        codebook = None if codebooks is None else codebooks.codebook(call.layer)
-        inputs = Tensors.of(codebook=codebook, **call.arguments)
+        inputs = call if codebooks is None else call.with_codebook(codebooks.codebook(layer))
         return lambda: attend(inputs, method.config.spec)
     run = method.on_keys(call, timed=timed)
     return lambda: Attended(run(), method.source)
 
 
-def _answer(attention: Attention, layers: Collection[str], call: Call) -> Tensor:
+def _answer(attention: Attention, layers: Collection[str], layer: str, call: Tensors) -> Tensor:
     """The method for calls of these layers, exact attention for all others."""
-    return attention(call)().output if call.layer in layers else call.exact()
+    return attention(layer, call)().output if layer in layers else exactly(call)
 
 
-def _times(attentions: Collection[Attention], calls: Sequence[Call]) -> list[Row]:
+def _times(attentions: Collection[Attention], calls: Mapping[str, Tensors]) -> list[Row]:
     """Time of each method, averaged over these layers; unknown without layers."""
     if not calls:
         return [{} for _ in attentions]
-    runs = [[attention(call, timed=True) for call in calls] for attention in attentions]
+    runs = [[attention(*call, timed=True) for call in calls.items()] for attention in attentions]
     turns = [lambda index, run=run: run[index]() for run in runs]
-    timings = time_in_turns(turns, len(calls), calls[0].query.device, Effort())
+    device = next(iter(calls.values())).query.device
+    timings = time_in_turns(turns, len(calls), device, Effort())
     names = ("ms", "timer", "eager_ms", "spread")
     return [{name: timing[name] for name in names} for timing in timings]

@@ -13,11 +13,9 @@ from transformers import AutoModel
 
 from avq_diffusers import AVQCodebooks, AVQConfig, calibrate
 from avq_diffusers.hosts import has_unet
-from avq_diffusers.mini import is_mini_sd3
-from avq_diffusers.mini.loading import load_mini_sd3
 from avq_diffusers.options import first_line
 from eval.keys.photographs import PHOTOGRAPHS, photograph
-from eval.methods.running import network_of
+from eval.methods.running import load_pipeline, network_of
 
 NUM_STEPS = 6
 KEYS_PER_LAYER = 16384
@@ -47,7 +45,7 @@ class Subject:
     frames: int = 1
 
 
-def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+def load_model(name: str, device: torch.device, dtype: str) -> Model:
     """Load a diffusers pipeline or a transformers vision model, by folder or Hub id.
 
     Raises:
@@ -57,13 +55,10 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
         DiffusionPipeline.load_config(name)
     except OSError:
         return _vision_model(name, dtype).eval().to(device)
-    load = load_mini_sd3 if is_mini_sd3(name) else DiffusionPipeline.from_pretrained
-    pipe = load(name, dtype=dtype).to(device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return load_pipeline(name, device, dtype)
 
 
-def _vision_model(name: str, dtype: torch.dtype) -> nn.Module:
+def _vision_model(name: str, dtype: str) -> nn.Module:
     try:
         model = AutoModel.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:

@@ -1,46 +1,35 @@
-"""AVQ and flat VQ: a configuration with suffixes, in this order.
+"""AVQ and flat VQ: a name as in `distill.codewords`, with these before its `/`, in this order.
 
-M64C8T1e-4              a threshold, with codewords from the call's own keys
-M64P16C8, M192          the paper's sizes and flat VQ, to calibrate
 @L01                    levels 0 and 1 instead of --levels
 -up_blocks.1            the layers of this block stay exact
 @P8                     8 refined parents
-/means                  mean keys in place of stored codewords
-/own, /own1             mean keys, with codewords from the call's own keys; with one update
 """
 
 import re
 from dataclasses import replace
 
-from typing_extensions import Self
-
 from avq_diffusers import AVQConfig
-from avq_diffusers.config import sizes_of
+from distill.codewords import parse_codewords
 from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
 
 LEVELS = (0, 1)
-FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(?:/(?:(means)|own(\d*)))?")
+FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/own\d*)?")
 
 
-class AVQ(AttentionMethod):
-    """A configuration; its subclasses are the ways to get codewords and to choose layers."""
+class Configuration(AttentionMethod):
+    """A configuration; its subclasses are the ways to get codewords."""
 
     @classmethod
-    def parse(cls, name: str, levels: tuple[int, ...]) -> Self | None:
-        source, digits, exact, refined, means, updates = FORM.fullmatch(name).groups()
-        own = updates is not None or ("threshold" in sizes_of(source) and not means)
-        if own == cls.is_stored:
-            return None
-        config = AVQConfig.parse(
-            source,
+    def parse(cls, name: str, levels: tuple[int, ...]) -> "Configuration":
+        source, digits, exact, refined, form = FORM.fullmatch(name).groups()
+        config, own = parse_codewords(
+            source + (form or ""),
             levels=tuple(map(int, digits)) if digits else levels,
             exact=(exact,) if exact else (),
-            codewords="means" if own or means else "stored",
-            num_updates=int(updates or 0),
         )
         if refined is not None:
             config = replace(config, num_refined=int(refined))
-        return cls(source, config, own)
+        return (Own if own else Stored)(source, config, own)
 
     @property
     def label(self) -> str:
@@ -63,14 +52,14 @@ class AVQ(AttentionMethod):
         return ", ".join(parts)
 
 
-class Own(AVQ):
+class Own(Configuration):
     """Codewords from the keys of each call."""
 
     kind, example = "own", "M64C8T1e-4, M64P16C8/own"
     places = (*IMAGES, *STEPS, KEYS)
 
 
-class Stored(AVQ):
+class Stored(Configuration):
     """Codewords from a codebook, calibrated first."""
 
     kind, example = "stored", "M64P16C8"

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from avq_diffusers import AVQConfig
+from avq_diffusers.attention.tensors import Tensors
 
 # Where attentions run.
 UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images by a UNet", "images by a transformer", "keys"
@@ -121,8 +122,8 @@ class Word(AttentionMethod):
         """
         raise NotImplementedError(f"{self.kind} makes no images.")
 
-    def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
-        """The function that computes a `Call` of a layer, if `places` has keys.
+    def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
+        """The function that computes a call, if `places` has keys.
 
         Raises:
             NotImplementedError: it has none.

@@ -27,8 +27,8 @@ class ValueProjection(Word):
     def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
         return all_layers_by(pipe, own_values, levels)
 
-    def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
-        values = call.columns[1]
+    def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
+        values = keys_and_values(call)[1]
         return lambda: values[:, :, : call.query.shape[2]]
 
 

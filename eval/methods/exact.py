@@ -8,6 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.attention.exact import keys_and_values
+from avq_diffusers.attention.tensors import Tensors
 from eval.methods.base import IMAGES, KEYS, STEPS, Word
 
 
@@ -24,5 +26,6 @@ class Exact(Word):
     def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
-        return partial(F.scaled_dot_product_attention, call.query, *call.columns, scale=call.scale)
+    def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
+        tokens = call.query, *keys_and_values(call)
+        return partial(F.scaled_dot_product_attention, *tokens, scale=call.scale)

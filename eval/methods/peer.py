@@ -39,11 +39,11 @@ class Blocks(Word):
 
     takes_setting = True
 
-    def on_keys(self, call: Any, *, timed: bool) -> Callable[[], Tensor]:
-        keys, values = call.columns
+    def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
+        keys, values = keys_and_values(call)
         num_queries = call.query.shape[2]
         queries = torch.cat([call.query, keys[:, :, num_queries:]], dim=2)
-        beside = torch.arange(call.num_tokens, keys.shape[2], device=keys.device)
+        beside = torch.arange(call.key.shape[2], keys.shape[2], device=keys.device)
         order = torch.cat([call.key_order.long(), beside])
         run = self.on_sequence((queries, keys, values), order, call.scale, timed=timed)
         return lambda: run()[:, :, :num_queries]

@@ -13,9 +13,7 @@ from diffusers import StableDiffusionPipeline
 from avq_diffusers import (
     AVQCodebooks,
     AVQConfig,
-    apply_avq,
     calibrate,
-    remove_avq,
     select_layers,
     set_num_refined,
     summary,
@@ -27,7 +25,7 @@ from eval.methods.base import TRANSFORMER_IMAGES, UNET_IMAGES
 from eval.methods.folder import Folder
 from eval.methods.linfusion import LINFUSION_CONFIG
 from eval.methods.registry import check_place, parse_method, parse_word
-from eval.methods.running import layers_run_by, network_of
+from eval.methods.running import avq_in, layers_run_by, network_of
 from eval.store.report import folder_digest
 
 COMPUTATION = ("num_updates", "query_tile", "query_order", "key_norm")
@@ -190,13 +188,10 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
         with layers_run_by(pipe.unet, method.linfusion):
             yield
     else:
-        try:
-            apply_avq(pipe, method.own or method.codebooks, route="always")
+        with avq_in(pipe, method.own or method.codebooks):
             if method.num_refined is not None:
                 set_num_refined(pipe, method.num_refined)
             yield
-        finally:
-            remove_avq(pipe)
 
 
 def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eval.methods.avq import LEVELS, Own, Stored, source_of
+from eval.methods.avq import LEVELS, Configuration, Own, Stored, source_of
 from eval.methods.base import AttentionMethod, Word
 from eval.methods.controls import Limit, ValueProjection
 from eval.methods.exact import Exact
@@ -24,7 +24,6 @@ from eval.store.markdown import figure
 
 WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, Limit)
 WORDS += (LinFusion, Pooled, Pisa, PisaZeroth, Sol)
-CONFIGURATIONS = (Own, Stored)
 EXACT, NO_ATTENTION, TOME = Exact.kind, ValueProjection.kind, ToMe.kind
 LIMIT, LINFUSION = Limit.kind, LinFusion.kind
 AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`
@@ -52,7 +51,7 @@ def parse_method(name: str, levels: tuple[int, ...]) -> AttentionMethod:
         return word
     folder = Folder.parse(name, levels)
     try:
-        found = next(x for cls in CONFIGURATIONS if (x := cls.parse(name, levels)))
+        found = Configuration.parse(name, levels)
     except ValueError as error:
         if folder is not None:
             return folder

@@ -6,7 +6,7 @@ A page has one table, one plot and one conclusion. New results need new pages.
 from collections.abc import Iterator
 from pathlib import Path
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import write_text
 from eval.pages.figures import PAGES, Figures
 
 
@@ -31,8 +31,7 @@ def write_pages(folder: Path) -> Iterator[Path]:
         if page.draw is not None:
             page.draw(folder / page.plot)
         path = folder / f"{name}.md"
-        with atomic_write(path) as temporary:
-            temporary.write_text(rendered(name, folder, page), encoding="utf-8")
+        write_text(path, rendered(name, folder, page))
         yield path
 
 

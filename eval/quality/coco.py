@@ -27,9 +27,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks
-from avq_diffusers.files import TEMPORARY, atomic_write, locked
+from avq_diffusers.files import TEMPORARY, atomic_write, locked, write_text
 from eval.methods.prepared import Method, attention_method, calibrated, load_methods
 from eval.methods.registry import parse_method
+from eval.methods.running import load_pipeline
 from eval.quality.captions import Captions
 from eval.quality.generation import (
     Sampling,
@@ -185,8 +186,7 @@ class Row:
                 row=row,
                 earlier_sessions=earlier,
             )
-            with atomic_write(self.folder / CAPTIONS) as temporary:
-                temporary.write_text("\n".join(self.captions.texts) + "\n", encoding="utf-8")
+            write_text(self.folder / CAPTIONS, "\n".join(self.captions.texts) + "\n")
             (self.folder / IMAGES).mkdir(exist_ok=True)
         if method is not None and method.codebooks is not None:
             method.codebooks.save_pretrained(self.folder / CODEBOOKS)
@@ -256,11 +256,9 @@ def is_whole(path: Path, size: int) -> bool:
 
 
 def _load(model: str, device: torch.device) -> StableDiffusionPipeline:
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    pipe = StableDiffusionPipeline.from_pretrained(
-        model, dtype=dtype, safety_checker=None, requires_safety_checker=False
-    ).to(device)
-    pipe.set_progress_bar_config(disable=True)
+    dtype = "float16" if device.type == "cuda" else "float32"
+    without = {"safety_checker": None, "requires_safety_checker": False}
+    pipe = load_pipeline(model, device, dtype, **without)
     pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
     # Half-precision convolutions are fastest in this layout.
     for network in (pipe.unet, pipe.vae):

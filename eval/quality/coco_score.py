@@ -1,8 +1,7 @@
-"""Score folders of images against real ones: FID, KID, CLIP score, patch FID."""
+"""Score folders of images against real ones: FID, CLIP score, patch FID."""
 
 import hashlib
 import json
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,25 +18,21 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torchmetrics.image.kid import KernelInceptionDistance
 from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write, sha256_all
 from avq_diffusers.images import image_files
 from eval.methods.registry import METHOD_COLUMNS
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
-from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
+from eval.quality.frechet import distances, fit_gaussian
 from eval.quality.metrics import Scorer
 from eval.quality.networks import Inception, OpenCLIP
 from eval.quality.protocol import (
     FID_SIZE,
     INCEPTION_SIZE,
-    JACKKNIFE_BLOCKS,
-    KID_SUBSET_SIZE,
-    KID_SUBSETS,
     NUM_REAL,
 )
-from eval.store.markdown import figure, number, rows_table
+from eval.store.markdown import figure, rows_table
 from eval.store.report import SCORER, folder_digest
 
 # What clean-fid reads of a folder, without its .npy.
@@ -50,7 +45,6 @@ COLUMNS = {
     "model": itemgetter("model"),
     **METHOD_COLUMNS,
     "FID": figure("fid", ".2f"),
-    "KID x 1000": lambda row: number(1000 * row["kid"], ".3f"),
     "CLIP score": figure("clip_score", ".4f"),
 }
 
@@ -201,9 +195,7 @@ def score_folders(
     """Yield one row of metrics per folder.
 
     FID compares with all images in `real`. Its error is one standard deviation, from a jackknife
-    over the generated images. With fewer images, KID uses smaller subsets than the protocol;
-    `kid_subset_size` gives their size. The CLIP score is the plain cosine. Features of real images
-    stay in memory, 16 KB per image.
+    over the generated images. The CLIP score is the plain cosine.
 
     Args:
         folders: see `read_folders`.
@@ -227,8 +219,8 @@ def score_folders(
     files, patch_files = real_images(real), patches and real_images(patches)
     extract = load()
     prepare_detail = partial(prepare_patch, size=size)
-    whole = Reference(real_features(real, files, extract, prepare_whole, "whole", cache))
-    detail = patches and Reference(
+    whole = fit_gaussian(real_features(real, files, extract, prepare_whole, "whole", cache))
+    detail = patches and fit_gaussian(
         real_features(patches, patch_files, extract, prepare_detail, f"patches at {size}", cache)
     )
     for folder in folders:
@@ -239,16 +231,16 @@ def score_folders(
             captions=folder.captions,
             description=name,
         )
-        figures = whole.distances(features)
+        figures = distances(whole, features)
         if detail:
-            distances = dict.fromkeys(figures)
+            of_patches = dict.fromkeys(figures)
             own = {folder.path.resolve(), folder.images[0].resolve().parent}
             if patches.resolve() not in own:
                 features, _ = extract(
                     folder.images, prepare_detail, description=f"patches of {name}"
                 )
-                distances = detail.distances(features)
-            figures |= {f"patch_{key}": value for key, value in distances.items()}
+                of_patches = distances(detail, features)
+            figures |= {f"patch_{key}": value for key, value in of_patches.items()}
         yield {
             **folder.manifest["row"],
             "model": Path(folder.config["model"]).name,
@@ -265,26 +257,6 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table; ± is one standard error."""
     patches = {"patch FID": figure("patch_fid", ".2f")} if "patch_fid" in rows[0] else {}
     return rows_table(COLUMNS | patches, rows)
-
-
-class Reference:
-    """Real images to compare with.
-
-    Args:
-        features: features of the real images, (n, D).
-    """
-
-    def __init__(self, features: Tensor) -> None:
-        self.gaussian = fit_gaussian(features)
-        self.features = features.cpu().double()
-
-    def distances(self, features: Tensor) -> dict[str, float]:
-        """FID and KID of generated images, from their features (n, D)."""
-        return {
-            "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
-            "fid_sem": jackknife_error(self.gaussian, features, JACKKNIFE_BLOCKS),
-            **kernel_distance(self.features, features.cpu().double()),
-        }
 
 
 def real_features(
@@ -307,31 +279,6 @@ def real_features(
     with atomic_write(cached, shared=True) as temporary:
         save_file({"features": features.cpu()}, temporary)
     return features
-
-
-def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
-    """KID of float64 features (n, D) and (m, D) on the CPU.
-
-    Returns:
-        Mean and standard deviation over subsets (None if each subset holds all images), and the
-        subset size.
-    """
-    subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.filterwarnings("ignore", message=".*save all extracted features")
-        metric = KernelInceptionDistance(
-            feature=nn.Identity(), subsets=KID_SUBSETS, subset_size=subset_size
-        )
-        torch.manual_seed(0)
-        metric.update(real, real=True)
-        metric.update(generated, real=False)
-        mean, spread = metric.compute()
-    is_whole = subset_size == len(real) == len(generated)  # all subsets are equal
-    return {
-        "kid": float(mean),
-        "kid_std": None if is_whole else float(spread),
-        "kid_subset_size": subset_size,
-    }
 
 
 def prepare_whole(image: Image.Image, number: int) -> dict[str, Tensor]:

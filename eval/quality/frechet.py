@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 8192  # features held in float64 at a time
+JACKKNIFE_BLOCKS = 50
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     overlap = torch.linalg.eigvalsh(product).clamp(min=0).sqrt().sum()
     means = ((first.mean - second.mean) ** 2).sum()
     return float(means + first.covariance.trace() + second.covariance.trace() - 2 * overlap)
+
+
+def distances(real: Gaussian, features: Tensor) -> dict[str, float]:
+    """FID of images to real ones, from their features (n, D), with its standard error."""
+    return {
+        "fid": frechet_distance(real, fit_gaussian(features)),
+        "fid_sem": jackknife_error(real, features, JACKKNIFE_BLOCKS),
+    }
 
 
 def jackknife_error(real: Gaussian, features: Tensor, num_blocks: int) -> float:

@@ -14,15 +14,13 @@ from eval.methods.linfusion import LINFUSION_CONFIG
 from eval.methods.registry import AVQ, LINFUSION, TOME, method_label, timed_method
 from eval.quality.scene_rows import (
     FACT_COLUMNS,
-    MAKING,
     MEASURED,
     METRIC_COLUMNS,
     PROTOCOL,
     row_key,
-    said_otherwise,
 )
 from eval.store.markdown import Column, number, rows_table
-from eval.store.report import TABLE_KINDS, Result, check_kinds, complete
+from eval.store.report import Result, complete
 
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
@@ -44,16 +42,12 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
         milliseconds by column.
 
     Raises:
-        ValueError: a result is from another command, is incomplete, or does not fit the others.
+        ValueError: a result is incomplete, or does not fit the others.
     """
-    check_kinds(results)
-    adders = dict(zip(TABLE_KINDS, (_add_quality, _add_quality, _add_speed), strict=True))
     table: dict[str, dict] = {"quality": {}, "speed": {}, "rows": {}}
-    for adder in (_add_quality, _add_speed):  # times go to existing rows
-        for result in results:
-            if adders[result.kind] is adder:
-                with complete(result.path):
-                    adder(result, **table)
+    for result in sorted(results, key=_is_speed):  # times go to existing rows
+        with complete(result.path):
+            (_add_speed if _is_speed(result) else _add_quality)(result, **table)
     return {**table, "rows": list(table["rows"].values())}
 
 
@@ -75,6 +69,10 @@ def quality_table(table: Mapping[str, Any]) -> str:
     return rows_table(FACT_COLUMNS | columns, table["rows"])
 
 
+def _is_speed(result: Result) -> bool:
+    return result.kind == "bench steps"
+
+
 def _add_quality(
     result: Result, quality: dict[str, Row], speed: dict[str, Row], rows: dict[Any, Row]
 ) -> None:
@@ -85,25 +83,20 @@ def _add_quality(
         "num_images": document["rows"][0]["num_images"],
         "first_seeds": sorted({run["first_seed"] for run in document.get("runs", [document])}),
     }
-    making = {name: document[name] for name in MAKING if document.get(name) is not None}
-    known = quality.setdefault(title, protocol | making)
-    differs = any(known[name] != value for name, value in protocol.items())
-    if differs or said_otherwise([known, making]):
+    if quality.setdefault(title, protocol) != protocol:
         raise ValueError(
             f"{result.path} and an earlier result have images of {title}, but another protocol or "
             "other seeds; average seeds with merge first."
         )
-    known.update(making)
     for row in document["rows"]:
         variant = _variant(row)
         facts = {name: row.get(name) for name in FACTS} | {"levels": list(variant[1])}
         entry = _entry(rows, (row["method"], variant), facts)
-        if None not in (entry["sha256"], facts["sha256"]) and entry["sha256"] != facts["sha256"]:
+        if entry["sha256"] != facts["sha256"]:
             raise ValueError(
                 f"{result.path} and an earlier result have images of different versions of "
                 f"{row['method']}: the folder's digest differs; make one of them again."
             )
-        entry["sha256"] = entry["sha256"] or facts["sha256"]
         entry["quality"].setdefault(title, {name: row[name] for name in row if name in MEASURED})
 
 

@@ -42,12 +42,6 @@ CLIP_MODEL = "ViT-g-14"
 CLIP_WEIGHTS = "laion2b_s12b_b42k"
 CLIP_PREFIX = "A photo depicts "
 
-# KID: the defaults of its paper (Binkowski et al. 2018) and of clean-fid.
-KID_SUBSETS = 100
-KID_SUBSET_SIZE = 1000
-
-JACKKNIFE_BLOCKS = 50
-
 
 def deviations(
     generation: Mapping[str, Any], *, num_images: int, num_real: int, scorer: str | None

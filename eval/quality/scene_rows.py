@@ -2,22 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from avq_diffusers.files import json_digest
 from eval.methods.registry import EXACT, METHOD_COLUMNS
-from eval.store.markdown import figure, rows_table
-from eval.store.report import without_nan
+from eval.store.markdown import figure, rows_table, standard_error
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 METRICS = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
 # What `merge` adds: differences to exact attention's images from the same noise.
 LESS_EXACT = {name: f"{name}_less_exact" for name in ("fid", "clip_score", "copy_agreement")}
 MEASURED = {f"{name}{end}" for name in (*METRICS, *LESS_EXACT.values()) for end in ("", "_sem")}
-PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
-# Older files lack some of these; missing values are not compared.
-MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
+PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter", "model", "model_sha256")
+PROTOCOL += ("scorer", "scorer_sha256", "guidance_scale")
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
 
@@ -63,13 +60,6 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return rows_table(DIFFERENCE_COLUMNS, different)
 
 
-def resumable(rows: Sequence[Mapping[str, Any]], exact_digest: str | None) -> dict[str, Any]:
-    """What a run's file holds for `finished_rows`: rows, digest of the images of `exact`, digest of
-    both."""
-    kept = {"exact_images_sha256": exact_digest, "rows": without_nan(list(rows))}
-    return {"kept_sha256": json_digest(kept), **kept}
-
-
 def finished_rows(
     document: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
@@ -80,8 +70,7 @@ def finished_rows(
         run: protocol and environment that the file must share, except for the date.
 
     Raises:
-        ValueError: the file has a different protocol, commit, version or device, or its rows are
-            not the ones that were saved.
+        ValueError: the file has a different protocol, commit, version or device.
     """
     stored = {**document, **document.get("environment", {})}
     differing = [
@@ -93,11 +82,6 @@ def finished_rows(
         raise ValueError(
             f"only the same run can be resumed, but the stored one differs in "
             f"{', '.join(differing)}; start again without --resume."
-        )
-    kept = {name: document.get(name) for name in ("exact_images_sha256", "rows")}
-    if document.get("kept_sha256") != json_digest(kept):
-        raise ValueError(
-            "the stored rows are not the ones that this run saved; start again without --resume."
         )
     return {row["method"]: row for row in document["rows"]}
 
@@ -118,7 +102,7 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     protocols = [{name: run.get(name) for name in PROTOCOL} for run in runs]
     by_seed: dict[int, dict[tuple, Mapping[str, Any]]] = {seed: {} for seed in seeds}
     facts: dict[tuple, dict[str, Any]] = {}
-    are_alike = all(x == protocols[0] for x in protocols) and not said_otherwise(runs)
+    are_alike = all(x == protocols[0] for x in protocols)
     for run in runs:
         exact = next((row for row in run["rows"] if row["method"] == EXACT), None)
         for row in run["rows"]:
@@ -131,8 +115,7 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     common = [key for key in facts if all(key in rows for rows in by_seed.values())]
     if not are_alike or not common:
         raise ValueError(
-            "the runs must have the same methods and images, and the same "
-            f"{', '.join((*PROTOCOL, *MAKING))}."
+            f"the runs must have the same methods and images, and the same {', '.join(PROTOCOL)}."
         )
     ranges = sorted({(x.start, x.stop) for x in map(noise_seeds, runs)})
     for (first, stop), (other, other_stop) in pairwise(ranges):
@@ -153,11 +136,6 @@ def noise_seeds(run: Mapping[str, Any]) -> range:
     return range(run["first_seed"], run["first_seed"] + count)
 
 
-def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names in `MAKING` whose values differ between runs."""
-    return [name for name in MAKING if len({run.get(name) for run in runs} - {None}) > 1]
-
-
 def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict[str, float]:
     """Differences between a method's row and exact attention's; rendered images have none."""
     if exact is None or row is exact or row["method"] in (REAL, BROKEN):
@@ -176,5 +154,5 @@ def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         values = [row.get(name) for row in rows]
         known = None not in values
         figures[name] = mean(values) if known else None
-        figures[f"{name}_sem"] = stdev(values) / len(values) ** 0.5 if known else None
+        figures[f"{name}_sem"] = standard_error(values) if known else None
     return figures

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -12,15 +11,13 @@ import torch
 from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
-from avq_diffusers.files import atomic_write
 from distill.scenes import Scene, corrupt, render
 from eval.methods.prepared import Method, attention_method, calibrated, load_methods
 from eval.methods.registry import EXACT
 from eval.quality.compare import psnr_metrics
-from eval.quality.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
+from eval.quality.frechet import Gaussian, distances, fit_gaussian, frechet_distance
 from eval.quality.generation import Sampling, dilation_config, generate
 from eval.quality.metrics import Scorer, clip_scores, copy_agreements, image_features, psnr
-from eval.quality.protocol import JACKKNIFE_BLOCKS
 from eval.quality.scene_rows import BROKEN, LIKENESS, REAL
 
 
@@ -38,7 +35,7 @@ class Trial:
         first_seed: seed of the first image.
 
     Raises:
-        ValueError: the size is not a multiple of 64, or batches for a compiled UNet differ in size.
+        ValueError: batches for a compiled UNet differ in size.
     """
 
     methods: Sequence[str]
@@ -50,9 +47,7 @@ class Trial:
     first_seed: int = 0
 
     def __post_init__(self) -> None:
-        size, batch_size = self.settings.size, self.settings.batch_size
-        if size is None or size <= 0 or size % 64:
-            raise ValueError(f"the size must be a multiple of 64, but got {size}.")
+        batch_size = self.settings.batch_size
         if self.settings.is_compiled and len(self.scenes) % batch_size:
             raise ValueError(
                 f"a compiled UNet needs batches of one size, but {len(self.scenes)} images are not "
@@ -65,7 +60,6 @@ def score_methods(
     trial: Trial,
     scorer: Scorer,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    exact_images: Path | None = None,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield one row per method: its images of the scenes against the reference scenes.
 
@@ -81,8 +75,7 @@ def score_methods(
         trial: what to do.
         scorer: computes features and CLIP scores.
         finished: an earlier run's rows by method, kept unless their folder has changed or they
-            still need a comparison with `exact`.
-        exact_images: `.npy` file for the images of `exact`, for resumed runs; deleted at the end.
+            still need a comparison with `exact`. `exact` is drawn again for a method to compare.
 
     Raises:
         FileNotFoundError, ValueError: see `load_methods` and `dilation_config`.
@@ -101,15 +94,9 @@ def score_methods(
         breaks = range(len(scenes)) if name == BROKEN else None
         yield {"method": name, **measure(_render_all(scenes, settings.size, breaks))[0]}
     exact: tuple[np.ndarray, Gaussian] | None = None
-    are_all_finished = len(finished) == len(prepared)
     in_order = sorted(prepared, key=lambda method: method.name != EXACT)
     for number, method in enumerate(in_order, 1):
-        if method.name in finished and (are_all_finished or method.name != EXACT):
-            yield finished[method.name]
-            continue
-        if method.name in finished and exact_images is not None and exact_images.exists():
-            images = np.load(exact_images)
-            exact = images, fit_gaussian(image_features(scorer, images))
+        if method.name in finished:
             yield finished[method.name]
             continue
         torch.compiler.reset()  # the previous method's code would count as a recompilation
@@ -126,14 +113,9 @@ def score_methods(
             alike |= psnr_metrics(psnr(images, exact[0]))
         if method.name == EXACT:
             exact = images, gaussian
-            if exact_images is not None:
-                with atomic_write(exact_images) as temporary:
-                    np.save(temporary, images)
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
         yield {**method.facts(), **unusual, **figures, **alike, "seconds_per_image": seconds}
         del images  # before generating the next
-    if exact_images is not None:
-        exact_images.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -155,11 +137,7 @@ class Measure:
         """The metrics, and the Gaussian of the images' features."""
         features = image_features(self.scorer, images)
         gaussian = fit_gaussian(features)
-        figures = {
-            "num_images": len(images),
-            "fid": frechet_distance(self.reference, gaussian),
-            "fid_sem": jackknife_error(self.reference, features, JACKKNIFE_BLOCKS),
-        }
+        figures = {"num_images": len(images), **distances(self.reference, features)}
         for name, values in (
             ("clip_score", clip_scores(self.scorer, features, self.captions)),
             ("copy_agreement", copy_agreements(images, self.scenes)),
@@ -175,13 +153,16 @@ def _still_valid(
 ) -> dict[str, Mapping[str, Any]]:
     """The finished rows that can be kept, by method."""
     is_compared = any(method.name == EXACT for method in methods)
-    return {
+    kept = {
         method.name: row
         for method in methods
         if (row := finished.get(method.name)) is not None
         and row["sha256"] == method.sha256
         and (method.name == EXACT or not is_compared or row["fid_to_exact"] is not None)
     }
+    if len(kept) < len(methods):
+        kept.pop(EXACT, None)
+    return kept
 
 
 def _render_all(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import write_text
 from eval.quality.coco_download import CAPTIONS, IMAGES
 from eval.quality.protocol import GENERATION
 from eval.store.markdown import markdown_table, number
@@ -100,9 +100,6 @@ class Request:
         overrides: `--set` options for every distillation.
         processes: processes for training and generation, one per GPU.
         device: cpu, cuda or mps.
-
-    Raises:
-        ValueError: a row is unknown.
     """
 
     output: Path
@@ -117,10 +114,6 @@ class Request:
     overrides: Sequence[str]
     processes: int
     device: str
-
-    def __post_init__(self) -> None:
-        if unknown := [name for name in self.rows if name not in ROWS]:
-            raise ValueError(f"rows must be some of {', '.join(ROWS)}, but got {unknown[0]!r}.")
 
     @property
     def coco(self) -> Path:
@@ -216,9 +209,7 @@ def carry_out(request: Request, steps: Iterable[Step]) -> None:
             raise ValueError(
                 f"{step.name} failed with the message above; repeat the command to continue there."
             )
-        step.mark(request.output).parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(step.mark(request.output)) as temporary:
-            temporary.write_text(json.dumps(list(step.command)))
+        write_text(step.mark(request.output), json.dumps(list(step.command)))
 
 
 def measured(request: Request) -> dict[str, dict[int, dict[str, Any]]]:

@@ -13,8 +13,8 @@ ms               time of a step of the whole model for one image, on a GPU
 psnr             PSNR to exact attention's images from the same noise, by number of steps
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -24,7 +24,7 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from tqdm import tqdm
 
-from avq_diffusers import AVQConfig, ErrorProfile, apply_avq, measure_error, remove_avq
+from avq_diffusers import AVQConfig, ErrorProfile, measure_error
 from avq_diffusers.config import LARGEST_TOLERANCE
 from avq_diffusers.hosts import Allocation
 from eval.benchmarks.networks import by_peer, self_attention_by
@@ -32,7 +32,7 @@ from eval.keys.calls import columns_noted
 from eval.methods.peer import Peer
 from eval.methods.prepared import attention_method, load_methods
 from eval.methods.registry import EXACT, parse_method, parse_word
-from eval.methods.running import network_of
+from eval.methods.running import avq_in, network_of
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr
@@ -104,20 +104,13 @@ def measure_tolerances(
     return profile, rows
 
 
-@contextmanager
 def _planned(
     pipe: DiffusionPipeline, name: str, plan: Allocation, profile: ErrorProfile
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run the pipeline with a plan inside the `with` block."""
     if plan.tolerance is None:
-        levels = profile.config.levels
-        apply_avq(pipe, AVQConfig.parse(name, levels=levels), route="always")
-    else:
-        apply_avq(pipe, profile, tolerance=plan.tolerance, route="always")
-    try:
-        yield
-    finally:
-        remove_avq(pipe)
+        return avq_in(pipe, AVQConfig.parse(name, levels=profile.config.levels))
+    return avq_in(pipe, profile, tolerance=plan.tolerance)
 
 
 def plans_of(profile: ErrorProfile, tolerances: Sequence[float]) -> dict[str, Allocation]:

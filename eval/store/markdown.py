@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import stdev
 from typing import Any
 
 Column = str | Callable[[Any], Any]  # a field of a row, or a function of the row
@@ -35,6 +36,11 @@ def rows_table(
 
     cells = ([cell(row, column) for column in shown.values()] for row in rows)
     return markdown_table(list(shown), cells)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of a mean; None for a single value."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def figure(name: str, form: str = ".4g") -> Column:

@@ -3,50 +3,25 @@
 import hashlib
 import json
 import math
-import os
-import platform
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from avq_diffusers.files import atomic_write, sha256
+from avq_diffusers.files import sha256, write_text
+from distill.environment import environment
 
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path("runs")  # unless --output says otherwise
 PUBLISHED = Path("eval/results")
 SCORER = str(Path(__file__).parents[1] / "scorer")  # made by configs/mini_scorer.yaml
 PROGRAM = ["python", "-m", "eval"]
 GROUPS = ("bench", "coco", "vision")
-TABLE_KINDS = ("scenes", "merge", "bench steps")
-
-
-def environment(device: "torch.device | str") -> dict[str, Any]:
-    """Commit, versions and device of the running process."""
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        device_name = torch.cuda.get_device_name(device)
-    else:
-        device_name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": _commit(),
-        "device": device_name,
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES if find_spec(name) is not None},
-    }
 
 
 def command_line() -> str:
@@ -64,9 +39,15 @@ def save_json(path: Path, *, device: "torch.device | str", **content: Any) -> No
     JSON has no infinity or NaN, so they become null.
     """
     document = {"command": command_line(), "environment": environment(device), **content}
-    text = json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n"
-    with atomic_write(path) as temporary:
-        temporary.write_text(text)
+    write_text(path, json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n")
+
+
+def publish(
+    path: Path, table: str, *, device: "torch.device | str" = "cpu", **content: Any
+) -> None:
+    """Print a result's table, then write the result."""
+    print(table)
+    save_json(path, device=device, **content)
 
 
 @dataclass(frozen=True)
@@ -78,12 +59,12 @@ class Result:
     document: Mapping[str, Any]
 
 
-def read_result(path: Path) -> Result:
-    """Read a result.
+def read_result(path: Path, kinds: Collection[str] = ()) -> Result:
+    """Read a result of one of these kinds; without any, of all kinds.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a result.
+        ValueError: it is not a result, or of another kind.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
@@ -95,21 +76,9 @@ def read_result(path: Path) -> Result:
         program = []
     if program != PROGRAM:
         raise ValueError(f"{path} is not a result from python -m eval.")
+    if kinds and kind not in kinds:
+        raise ValueError(f"results must be of {', '.join(kinds)}, but {path} is one of {kind}.")
     return Result(path, kind, document)
-
-
-def check_kinds(results: Sequence[Result]) -> None:
-    """Refuse results that no table of methods is made of.
-
-    Raises:
-        ValueError: one is not of `TABLE_KINDS`.
-    """
-    for result in results:
-        if result.kind not in TABLE_KINDS:
-            raise ValueError(
-                f"a table is made of results of {', '.join(TABLE_KINDS)}, but {result.path} is one "
-                f"of {result.kind}."
-            )
 
 
 @contextmanager
@@ -145,29 +114,3 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _commit() -> str:
-    """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it.
-
-    Unknown if this file is not tracked at the root: the package may be inside another repository.
-    """
-    if commit := os.environ.get("GIT_COMMIT"):
-        return commit
-    root = Path(__file__).parents[2]
-    try:
-        _git(root, "ls-files", "--error-unmatch", "--", __file__)
-        if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
-            return "unknown"
-        head = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{head}+changes" if changed else head
-
-
-def _git(root: Path, *arguments: str) -> str:
-    environment = {x: value for x, value in os.environ.items() if not x.startswith("GIT_")}
-    command = ["git", "-C", str(root), *arguments]
-    completed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return completed.stdout.strip()

@@ -1,1 +1,1 @@
-"""What of diffusers AVQ supports: models, features, and diffusers' own tests."""
+"""What of diffusers AVQ supports: models and features."""

@@ -9,8 +9,10 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
+from avq_diffusers.files import write_text
+from distill.environment import environment
 from eval.store.markdown import markdown_table
-from eval.store.report import environment, save_json
+from eval.store.report import save_json
 
 COLUMNS = {"cpu": "CPU", "cuda": "GPU"}
 INTRODUCTION = """# Features
@@ -146,4 +148,4 @@ def write_features(junit: Path, results: Path, device: str) -> None:
     features = read_outcomes(junit)[device]
     columns[device] = {"environment": environment(device), "features": features}
     save_json(path, device=device, columns=columns)
-    (results / "features.md").write_text(features_table(columns) + "\n")
+    write_text(results / "features.md", features_table(columns) + "\n")

@@ -14,6 +14,7 @@ import diffusers
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.pipelines import auto_pipeline
 
+from avq_diffusers.files import write_text
 from avq_diffusers.hosts import FAMILIES
 from eval.store.markdown import markdown_table
 from eval.store.report import save_json
@@ -152,4 +153,4 @@ def write_models(results: Path) -> None:
     """
     content = found()
     save_json(results / "models.json", device="cpu", **content)
-    (results / "models.md").write_text(models_table(content) + "\n")
+    write_text(results / "models.md", models_table(content) + "\n")

@@ -67,8 +67,6 @@ def write_data_set(
     """
     if task not in TASKS:
         raise ValueError(f"the task must be one of {', '.join(TASKS)}, but got {task!r}.")
-    if size <= 0 or size % 64:
-        raise ValueError(f"size must be a multiple of 64, but got {size}.")
     folder.mkdir(parents=True)
     for name in PHOTOGRAPHS:  # raises for a missing package here, not in a worker
         _pixels(name)

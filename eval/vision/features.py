@@ -13,8 +13,7 @@ Errors are means over photographs. Nothing is trained.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import attrgetter
+from contextlib import AbstractContextManager, nullcontext
 from statistics import mean
 from typing import Any
 
@@ -22,19 +21,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers import apply_avq, remove_avq, summary
+from avq_diffusers import summary
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.keys.calls import answered, columns_noted
-from eval.keys.measuring import (
-    by_tokens,
-    distance,
-    measured_method,
-    stored_codebooks,
-)
+from eval.keys.calls import answered, columns_noted, relative_error
+from eval.keys.measuring import by_tokens, measured_method, stored_codebooks
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import Subject, subject_of, vision_pass
 from eval.methods.base import AttentionMethod
 from eval.methods.registry import EXACT, NO_ATTENTION
+from eval.methods.running import avq_in
 from eval.store.markdown import Column, figure, rows_table
 from eval.store.plots import Panel, lines
 
@@ -102,7 +97,7 @@ def measure_features(
             "tokens": num_tokens,
             "columns": mean(columns) if columns else method.columns(num_tokens),
             "runs": sorted({row.runs for row in with_avq}),
-            "features_off": mean(distance(*pair) for pair in pairs),
+            "features_off": mean(relative_error(*pair) for pair in pairs),
         }
         if decoder:
             maps = [torch.stack([decoder(output).flatten() for output in pair]) for pair in pairs]
@@ -111,21 +106,13 @@ def measure_features(
         yield row | timing
 
 
-@contextmanager
-def _running(subject: Subject, method: AttentionMethod) -> Iterator[None]:
+def _running(subject: Subject, method: AttentionMethod) -> AbstractContextManager[None]:
     """Run all layers with a method inside the `with` block; the control uses their own values."""
     if method.source == NO_ATTENTION:
-        with answered(subject.model, attrgetter("value"), min_tokens=MIN_TOKENS):
-            yield
-    elif method.config is None:
-        yield
-    else:
-        codebooks = stored_codebooks(subject, method)
-        apply_avq(subject.model, codebooks or method.config, route="always")
-        try:
-            yield
-        finally:
-            remove_avq(subject.model)
+        return answered(subject.model, lambda layer, call: call.value, min_tokens=MIN_TOKENS)
+    if method.config is None:
+        return nullcontext()
+    return avq_in(subject.model, stored_codebooks(subject, method) or method.config)
 
 
 def times(run: Callable[[], Any], exact: Callable[[], Any], device: torch.device) -> Row:

@@ -6,11 +6,11 @@ and seed after the same number of steps. For the first seed they include the sco
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from avq_diffusers.files import read_log
-from eval.store.markdown import number, rows_table, with_error
+from eval.store.markdown import number, rows_table, standard_error, with_error
 from eval.store.report import complete
 
 TEACHER, FLAT = "teacher", "flat@"
@@ -50,13 +50,8 @@ def _together(lines: Sequence[Row]) -> Row:
         "seeds": [line["seed"] for line in lines],
         "scores": scores,
         "score": mean(scores),
-        "error": _error(scores),
+        "error": standard_error(scores),
     }
-
-
-def _error(values: Sequence[float]) -> float | None:
-    """The standard error of a mean."""
-    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def fine_tuned_table(result: Mapping[str, Any]) -> str:
@@ -83,7 +78,7 @@ def differences(result: Mapping[str, Any]) -> list[Row]:
             pairs = [score - scores[seed] for seed, score in both if seed in scores]
             if len(pairs) > 1:
                 names = {"avq": name, "flat": flat["attention"]}
-                found.append({**names, "difference": mean(pairs), "error": _error(pairs)})
+                found.append({**names, "difference": mean(pairs), "error": standard_error(pairs)})
     return found
 
 

@@ -22,9 +22,8 @@ from transformers import Dinov2Config, Dinov2Model
 from avq_diffusers import AVQConfig, calibrate
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.attention.tensors import Tensors
 from eval.keys import measuring, photographs, subjects, vit
-from eval.keys.calls import Call, answered
+from eval.keys.calls import answered, exactly
 from eval.keys.measuring import dial_panels, measure
 from eval.keys.subjects import Subject, subject_of, vision_pass
 from eval.methods import peer
@@ -129,9 +128,9 @@ def test_errors_on_a_tiny_vit():
     assert 4 < coarse["columns"] < 8  # some codewords have no key
     assert {row["tokens"] for row in rows} == {16}
 
-    def own_error(call):
-        exact = call.exact()
-        errors[call.layer] = float((call.value - exact).norm() / exact.norm())
+    def own_error(layer, call):
+        exact = exactly(call)
+        errors[layer] = float((call.value - exact).norm() / exact.norm())
         return exact
 
     errors = {}
@@ -149,11 +148,11 @@ def test_columns_are_those_that_tiles_attend_to():
     assert [row["error"] for row in rows[:2]] == sorted(row["error"] for row in rows[:2])
     spec, found = AVQConfig.parse(names[1]).spec, []
 
-    def count(call):
-        attended = attend(Tensors.of(**call.arguments), spec)
+    def count(layer, call):
+        attended = attend(call, spec)
         codewords, keys = attended.shown.float().mean(dim=(0, 1, 2)).tolist()
         found.append(codewords + keys)
-        return call.exact()
+        return exactly(call)
 
     with answered(one.model, count, min_tokens=9):
         one.tests[0]()
@@ -175,8 +174,8 @@ def test_layers_are_replaced_by_their_tokens_and_together():
         assert both["error"] == pytest.approx((fine["error"] + coarse["error"]) / 2)
         assert both["features_off"] > max(fine["features_off"], coarse["features_off"])
 
-    def values_of(tokens, call):
-        return call.value if tokens in (call.num_tokens, "all") else call.exact()
+    def values_of(tokens, layer, call):
+        return call.value if tokens in (call.key.shape[2], "all") else exactly(call)
 
     for row in rows[1::2]:
         off = []
@@ -191,7 +190,7 @@ def test_layers_are_replaced_by_their_tokens_and_together():
 def test_a_text_is_beside_the_image(tmp_path):
     """Catches a text of SD3 that is lost, or taken for the image, and methods that lose it."""
     save_tiny_mini_sd3(tmp_path)
-    pipe = subjects.load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+    pipe = subjects.load_model(str(tmp_path), torch.device("cpu"), "float32")
     assert not subjects.takes_stored(pipe)
     one = subject_of(pipe, 128, 1, ["a red fox"])
     one = replace(one, tests=one.tests[:1])
@@ -203,11 +202,11 @@ def test_a_text_is_beside_the_image(tmp_path):
         assert max(row["worst"], row["features_off"]) < 1e-5
     assert 1e-3 < coarse["error"] < control["error"]
 
-    def without_text(call):
-        return call._replace(sink_key=None, sink_value=None).exact()
+    def without_text(layer, call):
+        return exactly(call._replace(sink_key=None, sink_value=None))
 
     expected = one.tests[0]()
-    with answered(one.model, Call.exact, min_tokens=256):
+    with answered(one.model, lambda layer, call: exactly(call), min_tokens=256):
         torch.testing.assert_close(one.tests[0](), expected)
     with answered(one.model, without_text, min_tokens=256):
         assert not torch.allclose(one.tests[0](), expected, rtol=1e-3)
@@ -219,7 +218,7 @@ def test_frames_attend_to_each_other():
     model, calls = tiny_vit(), []
     pixels = torch.randn(6, 3, SIDE * 14, SIDE * 14, generator=torch.Generator().manual_seed(1))
 
-    def values(call):
+    def values(layer, call):
         calls.append(call)
         return call.value
 

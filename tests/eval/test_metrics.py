@@ -16,9 +16,8 @@ from distill.scenes import (
     sample_scene,
 )
 from eval.quality import compare, metrics
-from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
+from eval.quality.frechet import JACKKNIFE_BLOCKS, fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, generate
-from eval.quality.protocol import JACKKNIFE_BLOCKS
 from eval.quality.scenes import Measure
 
 

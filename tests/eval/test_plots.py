@@ -17,7 +17,7 @@ from eval.store.plots import (
 )
 
 OTHERS = "is not a result from python -m eval"
-NO_PLOT = f"plots are those of {', '.join(PLOTS)}, but .* is a result of "
+NO_PLOT = f"results must be of {', '.join(PLOTS)}, but .* is one of "
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from eval_helpers import failed_command
 
 from avq_diffusers.options import Dilated
+from distill import environment
 from eval.__main__ import app
 from eval.commands import options
 from eval.store import report
@@ -66,10 +67,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     another repository, around the package or in the environment."""
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     root = tmp_path / "outer" / "avq"
-    own = root / "eval" / "store" / "report.py"
-    monkeypatch.setattr(report, "__file__", str(own))
+    own = root / "distill" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(own))
     own.parent.mkdir(parents=True)
-    result = root / "eval" / "result.json"
+    result = root / "distill" / "result.json"
     for path in (own, result):
         path.write_text("1")
 
@@ -82,7 +83,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             git(folder, *arguments)
 
     def commit():
-        return report.environment("cpu")["commit"]
+        return environment.environment("cpu")["commit"]
 
     assert commit() == "unknown"
     commit_all(root.parent)
@@ -115,9 +116,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         (
             "bench variants --capabilities 90,75",
-            "some of 80, 86, 89, 90, 100, 120, but got 75",
+            "some of 80, 86, 89, 90, 100, 120, but got '75'",
         ),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
+        ("ablate --variants bse", "--variants must be some of base, learning rate"),
         ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),
         ("errors --size 500", "eval: --size must be a multiple of 64, but got 500."),

@@ -2,7 +2,6 @@
 
 import json
 from math import inf
-from pathlib import Path
 
 import pytest
 from tiny_training import RUN_CONFIG, TINY_RUN
@@ -140,9 +139,7 @@ def test_variants_are_trained_with_their_settings_and_seeds(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"variants must be some of base, .* but got 'bse'"):
-        train_variants(RUN_CONFIG, tmp_path, ["bse"], seeds=[0], parallel=1, overrides=[])
+def test_failed_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"base-seed0 failed: .* the key nothing is unknown"):
         train_variants(
             RUN_CONFIG, tmp_path, ["base"], seeds=[0], parallel=1, overrides=["nothing=1"]
@@ -190,50 +187,3 @@ def test_a_run_is_measured_by_the_base_at_its_own_configuration():
     ]
     lines = [line.split(" | ") for line in ablation_table(rows).splitlines()[2:]]
     assert [line[3] for line in lines] == ["1", "1", "3", "2", "-"]
-
-
-def ablation_file(folder: Path, seed: int, **changed) -> Path:
-    row = {"variant": "base", "seed": seed, "config": "M4P2C2"}
-    row |= dict.fromkeys(ablation.METRICS, 0.1 * (seed + 1))
-    document = {"command": "python -m eval ablate", "environment": {"seed": seed}}
-    document |= dict.fromkeys(ablation.PROTOCOL, 8)
-    document |= {"rows": [{**row, "variant": "DiVeQ"}, row], **changed}
-    path = folder / f"{seed}-{len(list(folder.iterdir()))}.json"
-    path.write_text(json.dumps(document))
-    return path
-
-
-def merge(*paths: Path):
-    output = paths[0].with_name("merged.json")
-    return CliRunner().invoke(app, ["merge", *map(str, paths), "--output", str(output)])
-
-
-def test_ablations_of_several_seeds_are_merged(tmp_path):
-    """Catches a run that is lost, and one that does not say how it was made."""
-    result = merge(*(ablation_file(tmp_path, seed) for seed in (2, 10, 1)))
-    assert result.exit_code == 0, result.output
-    assert "| base | M4P2C2 | 3 | 1 ± 0 | 0.533 ± 0.3 |" in result.output
-    merged = json.loads((tmp_path / "merged.json").read_text())
-    expected = [(variant, seed) for variant in ("DiVeQ", "base") for seed in (1, 2, 10)]
-    assert [(row["variant"], row["seed"]) for row in merged["rows"]] == expected
-    assert [run["environment"]["seed"] for run in merged["runs"]] == [2, 10, 1]
-    assert merged["num_images"] == 8
-
-
-@pytest.mark.parametrize(
-    ("second", "changed", "message"),
-    [
-        (0, {}, "two files have the run DiVeQ, seed 0, judged at M4P2C2."),
-        (1, {"config": 9}, "must be alike, but differ in config."),
-        (1, {"overrides": 9}, "must be alike, but differ in overrides."),
-        (1, {"num_images": 9}, "must be alike, but differ in num_images."),
-        (1, {"num_timesteps": 9}, "must be alike, but differ in num_timesteps."),
-        (1, {"command": "python -m eval scenes"}, "but these are of ablate, scenes."),
-        (1, {"rows": [{}]}, "is not a complete result (KeyError: 'variant')"),
-    ],
-)
-def test_ablations_that_do_not_belong_together(tmp_path, second, changed, message):
-    result = merge(ablation_file(tmp_path, 0), ablation_file(tmp_path, second, **changed))
-    assert isinstance(result.exception, ValueError)
-    assert message in str(result.exception)
-    assert not (tmp_path / "merged.json").exists()

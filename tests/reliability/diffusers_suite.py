@@ -2,11 +2,11 @@
 
 In a checkout of diffusers, of the installed version, with REPO the root of this repository:
 
-    export PYTHONPATH=REPO HF_HUB_OFFLINE=1
+    export PYTHONPATH=REPO:REPO/tests/reliability HF_HUB_OFFLINE=1
     tests="tests/models/unets/test_models_unet_2d_condition.py tests/pipelines/stable_diffusion"
-    pytest -p eval.support.diffusers_suite $tests --junitxml plain.xml
-    pytest -p eval.support.diffusers_suite $tests --junitxml avq.xml --avq
-    python -m eval.support.diffusers_suite plain.xml avq.xml
+    pytest -p diffusers_suite $tests --junitxml plain.xml
+    pytest -p diffusers_suite $tests --junitxml avq.xml --avq
+    python -m diffusers_suite plain.xml avq.xml
 
 The last line prints the tests that only AVQ fails. DIFFUSERS_TEST_DEVICE=cuda selects the GPU.
 
