@@ -72,23 +72,24 @@ class Spec:
                     f"threshold and num_refined exclude each other, but got {self.threshold} and "
                     f"{self.num_refined}."
                 )
-            self._check_refined(self.num_refined)
+            self._check_refined()
             return
         if not self.means:
             raise ValueError('codewords="stored" needs num_refined in place of a threshold.')
         threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
         object.__setattr__(self, "threshold", check_threshold(threshold))
 
-    def _check_refined(self, num_refined: int) -> None:
-        check_int("num_refined", num_refined, 0, LARGEST_COUNT)
-        if num_refined > self.num_parents:
+    def _check_refined(self) -> None:
+        check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
+        assert self.num_refined is not None
+        if self.num_refined > self.num_parents:
             raise ValueError(
                 f"num_refined must be at most num_parents, {self.num_parents}, but got "
-                f"{num_refined}."
+                f"{self.num_refined}."
             )
-        if self.num_children == 0 and num_refined > 0:
+        if self.num_refined > self.most_refined:
             raise ValueError(
-                f"num_refined must be 0 without children (flat VQ), but got {num_refined}."
+                f"num_refined must be 0 without children (flat VQ), but got {self.num_refined}."
             )
 
     def __str__(self) -> str:
@@ -171,19 +172,6 @@ class Spec:
         if any(values.get(name) is not None for name in RESOLUTIONS):
             values = dict.fromkeys(RESOLUTIONS) | values
         return replace(self, **values)
-
-    def resized(self: AnySpec, text: str) -> AnySpec:
-        """These options with the sizes of a configuration string.
-
-        Args:
-            text: `"M64C8T1e-4"` (a threshold), `"M64P16C8"` (the paper's sizes) or `"M256"` (flat
-                VQ).
-
-        Raises:
-            TypeError: `text` is not a string.
-            ValueError: `text` is malformed.
-        """
-        return self.changed(**sizes_of(text))
 
 
 _SPEC_FIELDS = tuple(field.name for field in fields(Spec))
@@ -328,9 +316,9 @@ def sizes_of(text: str) -> dict[str, Any]:
     return sizes | {"num_refined": int(refined or 0)}
 
 
-def _digits(threshold: float | None) -> str:
+def _digits(value: float | None) -> str:
     """The shortest digits of a threshold that parse to it, such as 1e-4 and 0.02."""
-    number = Decimal(repr(threshold)).normalize()
+    number = Decimal(repr(value)).normalize()
     if number.is_infinite():
         return "inf"
     return f"{number:e}" if 0 < number < Decimal("1e-3") else f"{number:f}"

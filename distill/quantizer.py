@@ -173,7 +173,7 @@ class Quantizer(nn.Module):
             self.ema_counts,
             self.codebook(),
             self.kept_keys,
-            threshold=threshold,
+            least_count=threshold,
             seed=seed,
             constrain=self.constrain,
         )

@@ -69,7 +69,6 @@ def test_an_operator_gets_every_option(options):
     spec = Spec(num_parents=9, num_children=2, num_updates=5, query_tile=6, **options)
     assert Spec.of_numbers(spec.numbers, spec.threshold) == spec
     assert len({*spec.numbers}) == len(spec.numbers)
-    assert spec.resized("M8P1C2") == spec.changed(num_parents=8, num_refined=1)
 
 
 def test_one_resolution_takes_the_place_of_the_other():
@@ -78,8 +77,7 @@ def test_one_resolution_takes_the_place_of_the_other():
     fine = config.changed(threshold=1e-3, num_parents=32)
     assert (fine.num_refined, fine.threshold, fine.num_parents) == (None, 1e-3, 32)
     assert fine.changed(num_children=4).threshold == 1e-3
-    assert fine.resized("M64P16C8") == config
-    assert config.resized("M32C8T1e-3") == fine
+    assert fine.changed(num_refined=16, num_parents=64) == config
     overrides = {"1": {"threshold": 1e-3}, "up": {"num_refined": 2}}
     layers = replace(config, overrides=overrides)
     assert str(layers.for_layer("down.0", 1)) == "M64C8T0.001"

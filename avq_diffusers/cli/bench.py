@@ -15,19 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import dilation, first_steps, fit_request, measured_on, timed_image
+from avq_diffusers.cli.dials import refined_plan, set_dial, usual_values
+from avq_diffusers.cli.images import dilation, first_steps, fit_request, timed_image
 from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_sheet, sheet_path
-from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
+from avq_diffusers.cli.request import NUM_REFINED, THRESHOLD, Dial, ImageRequest, ModelRequest
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_write
-from avq_diffusers.hosts.core import AVQSource, refinable_parents
-from avq_diffusers.hosts.verbs import (
-    apply_avq,
-    avq_disabled,
-    set_num_refined,
-    set_threshold,
-    states_of,
-)
+from avq_diffusers.hosts.core import AVQSource
+from avq_diffusers.hosts.verbs import apply_avq, avq_disabled
 from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
@@ -35,7 +31,6 @@ HEADINGS = ("", "seconds", "speed", "PSNR dB", "cold step", "warm step")
 LEGEND = """seconds per image, speed relative to exact attention, PSNR to its images,
 seconds of the first step (cold: includes compilation) and of the next (warm)"""
 THUMBNAIL = 256
-USUAL_THRESHOLDS = (1e-3, 4e-4, 1e-4, 2.5e-5)
 
 
 class ChoiceResult(NamedTuple):
@@ -55,23 +50,24 @@ class ChoiceResult(NamedTuple):
 
 
 def bench_model(
-    model: ModelRequest, request: ImageRequest, out: Path, dial: Dial, *, num_images: int
+    model: ModelRequest,
+    request: ImageRequest,
+    out: Path,
+    dial: Dial,
+    *,
+    num_images: int,
+    is_compiled: bool,
 ) -> None:
     """Print a table, plot it to `out`, and write a sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
     apply_avq(pipe, source, route="always")
-    if model.is_compiled:
+    if is_compiled:
         compile_model(pipe)
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
-        if dial.tolerances is not None:
-            choices = tolerance_choices(pipe, source, dial.tolerances, request)
-        elif dial.numbers is not None or model.codebooks is not None:
-            choices = refined_choices(pipe, dial.numbers)
-        else:
-            choices = threshold_choices(pipe, dial.thresholds or USUAL_THRESHOLDS)
+        choices = compared(pipe, source, request, dial)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
     print(LEGEND)
@@ -81,47 +77,22 @@ def bench_model(
     print(f"plot:  {out}\nsheet: {sheet_path(out)}")
 
 
-def threshold_choices(
-    pipe: DiffusionPipeline, thresholds: Sequence[float]
+def compared(
+    pipe: DiffusionPipeline, source: AVQSource, request: ImageRequest, dial: Dial
 ) -> dict[str, Callable[[], Any]]:
-    """The same threshold in all layers. Returns label -> function that sets the choice."""
-    return {f"{x:g} threshold": partial(set_threshold, pipe, x) for x in thresholds}
+    """What is compared: label -> function that sets the choice, the same in all layers.
 
-
-def refined_choices(
-    pipe: DiffusionPipeline, numbers: Sequence[int] | None = None
-) -> dict[str, Callable[[], Any]]:
-    """Refine the same number of parents in all layers; layers with fewer refine all of theirs.
-
-    Defaults to 0, 1/16, 1/8, 1/4, 1/2 and all of the parents. Returns label -> function that sets
-    the choice.
+    The first tolerance to run measures on the request's image.
 
     Raises:
-        ValueError: the pipeline has no AVQ layer, or none that can refine so many parents.
+        ValueError: no layer can refine so many parents.
     """
-    parents = refinable_parents(states_of(pipe))
-    most = max(parents.values())
-    if numbers is None:
-        numbers = sorted({0, *(most // part for part in (16, 8, 4, 2, 1))})
-    for number in numbers:
-        if not 0 <= number <= most:
-            raise ValueError(f"refined parents must be between 0 and {most}, but got {number}.")
-    plans = {x: {name: min(x, own) for name, own in parents.items()} for x in numbers}
-    return {f"{x} refined": partial(set_num_refined, pipe, plan) for x, plan in plans.items()}
-
-
-def tolerance_choices(
-    pipe: DiffusionPipeline, source: AVQSource, tolerances: Sequence[float], request: ImageRequest
-) -> dict[str, Callable[[], Any]]:
-    """The thresholds within each tolerance, measured on the request's image.
-
-    Returns label -> function that sets the choice; the first one to run measures.
-    """
-    arguments = {"route": "always", **measured_on(pipe, request)}
-    return {
-        f"{x:g} tolerance": partial(apply_avq, pipe, source, tolerance=x, **arguments)
-        for x in tolerances
-    }
+    kind = dial.kind or (THRESHOLD if isinstance(source, AVQConfig) else NUM_REFINED)
+    values = dial.values or usual_values(pipe, kind)
+    for x in values if kind == NUM_REFINED else ():
+        refined_plan(pipe, int(x))  # refuses too many before images are made
+    label = kind.removeprefix("num_")
+    return {f"{x:g} {label}": partial(set_dial, pipe, source, request, kind, x) for x in values}
 
 
 def run_choices(

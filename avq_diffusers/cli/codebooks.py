@@ -11,7 +11,7 @@ from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks, calibrate
 from avq_diffusers.hosts.core import AVQSource
-from avq_diffusers.hosts.models import main_model
+from avq_diffusers.hosts.models import models_of
 from avq_diffusers.mini.loading import usual_guidance
 
 
@@ -38,7 +38,7 @@ def calibrate_model(
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
     """The request's configuration, with `apply_avq`'s defaults for what it leaves open."""
-    hosted = main_model(pipe)
+    hosted = models_of(pipe)[0]
     usual = hosted.host.default_config(hosted.model)
     levels = usual.levels if model.levels is None else model.levels
     return replace(model.sizes or usual, levels=levels, exact=model.exact)

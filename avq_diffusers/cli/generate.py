@@ -6,6 +6,7 @@ from statistics import median
 from diffusers import DiffusionPipeline
 
 from avq_diffusers.cli.codebooks import codeword_source
+from avq_diffusers.cli.dials import set_dial
 from avq_diffusers.cli.images import (
     TIMED_PAIRS,
     StepTimes,
@@ -18,16 +19,10 @@ from avq_diffusers.cli.images import (
 )
 from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_image, save_sheet, sheet_path
-from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
+from avq_diffusers.cli.request import TOLERANCE, Dial, ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.report import Summary
-from avq_diffusers.hosts.verbs import (
-    apply_avq,
-    avq_disabled,
-    set_num_refined,
-    set_threshold,
-    summary,
-)
+from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
 LEGEND = """level: 0 has the most tokens; heads: number x dim; config: parents (M), children (C) of
@@ -37,9 +32,11 @@ SETTLING_STEPS = 4  # a route reads the columns of its first calls, then measure
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
-def generate_image(model: ModelRequest, request: ImageRequest, out: Path, dial: Dial) -> None:
+def generate_image(
+    model: ModelRequest, request: ImageRequest, out: Path, dial: Dial, *, is_compiled: bool
+) -> None:
     """Write the AVQ image to `out` and a sheet beside it, and print what each layer ran."""
-    (tolerance,) = dial.tolerances or (None,)
+    tolerance = dial.values[0] if dial.kind == TOLERANCE else None
     pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
@@ -50,15 +47,13 @@ def generate_image(model: ModelRequest, request: ImageRequest, out: Path, dial: 
             apply_avq(pipe, source, tolerance=tolerance, **measured_on(pipe, request))
         for route in ("fastest", "always") if tolerance is None else ():
             apply_avq(pipe, source, route=route)
-            for threshold in dial.thresholds or ():
-                set_threshold(pipe, threshold)
-            for num_refined in dial.numbers or ():
-                set_num_refined(pipe, num_refined)
+            if dial.kind is not None:
+                set_dial(pipe, source, request, dial.kind, dial.values[0])
             name_progress(pipe, "choosing the faster attention for each layer")
             first_steps(pipe, request, SETTLING_STEPS)
             if any(row.runs.startswith("AVQ") for row in summary(pipe).rows):
                 break
-        if model.is_compiled:
+        if is_compiled:
             compile_model(pipe)
         name_progress(pipe, "image with AVQ attention")
         avq = timed_image(pipe, request).image

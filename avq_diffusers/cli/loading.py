@@ -70,7 +70,7 @@ def load_pipeline(
 
 def _check_unet(pipe: DiffusionPipeline, model: str) -> None:
     """Refuse UNets without a single training size, or that need more than a prompt."""
-    config: Any = unet_of(pipe).config
+    config = unet_of(pipe).model.config
     if not isinstance(config.sample_size, int):
         raise ValueError(
             f"--model {model} must have one training size, but its UNet has "

@@ -5,16 +5,19 @@ refused options do not wait for PyTorch.
 """
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib.metadata import version
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from avq_diffusers.cli.hub import check_found, loading_codebooks
 from avq_diffusers.cli.output import check_image_path, sheet_path
 from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
-from avq_diffusers.config import check_threshold, check_tolerance
+from avq_diffusers.config import AVQConfig, check_threshold, check_tolerance
 from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
     LARGEST_SEED,
@@ -111,6 +114,78 @@ GuidanceScale = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the noise.")]
 
 
+def requested_model(
+    model: Model = "mini-sd",
+    codebooks: Codebooks = None,
+    config: Config = None,
+    levels: Levels = None,
+    exact: Exact = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> ModelRequest:
+    """The options for a model."""
+    return ModelRequest(
+        model,
+        device,
+        dtype,
+        codebooks,
+        None if config is None else AVQConfig.parse(config),
+        None if levels is None else numbers_of("--levels", levels),
+        () if exact is None else tuple(exact.split(",")),
+    )
+
+
+def requested_unet(
+    model: UNetModel = "mini-sd",
+    config: Config = None,
+    levels: Levels = None,
+    exact: Exact = None,
+    device: Device = None,
+) -> ModelRequest:
+    """The options for a model that gets codebooks."""
+    return requested_model(model, None, config, levels, exact, device)
+
+
+def requested_image(
+    prompt: Prompt,
+    negative_prompt: NegativePrompt = None,
+    height: Side = None,
+    width: Side = None,
+    dilated: Dilated = False,
+    steps: Steps = 25,
+    guidance_scale: GuidanceScale = None,
+    seed: Seed = 0,
+) -> ImageRequest:
+    """The options for an image."""
+    return ImageRequest(
+        prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
+    )
+
+
+def taking(*requests: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these functions as well; it gets what they return, in order."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = [[*signature(request).parameters.values()] for request in requests]
+        own = [*signature(command).parameters.values()][len(requests) :]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            read = [
+                request(**{option.name: values.pop(option.name) for option in options})
+                for request, options in zip(requests, shared, strict=True)
+            ]
+            command(*read, **values)
+
+        every = [*(option for options in shared for option in options), *own]
+        by_name = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in every]
+        run.__signature__ = Signature(by_name)  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in every}
+        return run
+
+    return decorate
+
+
 def _print_versions(is_asked: bool) -> None:
     if is_asked:
         names = ("avq-diffusers", "torch", "diffusers", "transformers")
@@ -123,12 +198,12 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _begin(model: str, codebooks: str | None) -> None:
+def _begin(model: ModelRequest) -> None:
     """Say what is loaded, and refuse names that lead nowhere."""
-    _say(f"loading {Path(model).name}")
-    check_found("--model", model, "model_index.json")
-    if codebooks is not None:
-        check_found("--codebooks", codebooks, "config.json")
+    _say(f"loading {Path(model.name).name}")
+    check_found("--model", model.name, "model_index.json")
+    if model.codebooks is not None:
+        check_found("--codebooks", model.codebooks, "config.json")
 
 
 @app.callback()
@@ -142,20 +217,10 @@ def avq(
 
 
 @app.command()
+@taking(requested_model, requested_image)
 def generate(
-    prompt: Prompt,
-    model: Model = "mini-sd",
-    codebooks: Codebooks = None,
-    config: Config = None,
-    levels: Levels = None,
-    exact: Exact = None,
-    negative_prompt: NegativePrompt = None,
-    height: Side = None,
-    width: Side = None,
-    dilated: Dilated = False,
-    steps: Steps = 25,
-    guidance_scale: GuidanceScale = None,
-    seed: Seed = 0,
+    model: ModelRequest,
+    request: ImageRequest,
     threshold: Annotated[
         float | None,
         typer.Option(
@@ -178,8 +243,6 @@ def generate(
             "fastest thresholds within it."
         ),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
     compiled: Compiled = False,
     out: Annotated[Path, typer.Option(help="The AVQ image; the sheet goes beside it.")] = Path(
         "avq.png"
@@ -192,45 +255,28 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    dial = Dial(
-        None if threshold is None else [threshold],
-        None if num_refined is None else [num_refined],
-        None if tolerance is None else [tolerance],
+    dial = Dial.of(
+        threshold=None if threshold is None else [threshold],
+        num_refined=None if num_refined is None else [num_refined],
+        tolerance=None if tolerance is None else [tolerance],
     )
     if threshold is not None:
         check_threshold(threshold, "--threshold")
     if tolerance is not None:
         check_tolerance("--tolerance", tolerance)
-    chosen = ModelRequest.from_options(
-        *(model, codebooks, config, levels, exact, device, dial),
-        dtype=dtype,
-        is_compiled=compiled,
-    )
-    request = ImageRequest(
-        prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
-    )
-    _begin(model, codebooks)
+    dial.check_for(model)
+    _begin(model)
 
     from avq_diffusers.cli.generate import generate_image
 
-    generate_image(chosen, request, out, dial)
+    generate_image(model, request, out, dial, is_compiled=compiled)
 
 
 @app.command()
+@taking(requested_model, requested_image)
 def bench(
-    prompt: Prompt,
-    model: Model = "mini-sd",
-    codebooks: Codebooks = None,
-    config: Config = None,
-    levels: Levels = None,
-    exact: Exact = None,
-    negative_prompt: NegativePrompt = None,
-    height: Side = None,
-    width: Side = None,
-    dilated: Dilated = False,
-    steps: Steps = 25,
-    guidance_scale: GuidanceScale = None,
-    seed: Seed = 0,
+    model: ModelRequest,
+    request: ImageRequest,
     threshold: Annotated[
         str | None,
         typer.Option(
@@ -255,8 +301,6 @@ def bench(
     images: Annotated[
         int, typer.Option(min=1, help="Images per choice; the table shows medians.")
     ] = 1,
-    device: Device = None,
-    dtype: Dtype = None,
     compiled: Compiled = False,
     out: Annotated[
         Path, typer.Option(help="The plot of speed and PSNR; the sheet goes beside it.")
@@ -268,34 +312,23 @@ def bench(
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     check_image_path(out, sheet_path(out))
-    dial = Dial(
-        None if threshold is None else thresholds_of("--threshold", threshold),
-        None if num_refined is None else numbers_of("--num-refined", num_refined),
-        None if tolerance is None else tolerances_of("--tolerance", tolerance),
+    dial = Dial.of(
+        threshold=None if threshold is None else thresholds_of("--threshold", threshold),
+        num_refined=None if num_refined is None else numbers_of("--num-refined", num_refined),
+        tolerance=None if tolerance is None else tolerances_of("--tolerance", tolerance),
     )
-    chosen = ModelRequest.from_options(
-        *(model, codebooks, config, levels, exact, device, dial),
-        dtype=dtype,
-        is_compiled=compiled,
-    )
-    request = ImageRequest(
-        prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
-    )
-    _begin(model, codebooks)
+    dial.check_for(model)
+    _begin(model)
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(chosen, request, out, dial, num_images=images)
+    bench_model(model, request, out, dial, num_images=images, is_compiled=compiled)
 
 
 @app.command("app")
+@taking(requested_model)
 def app_command(
-    model: Model = "mini-sd",
-    codebooks: Codebooks = None,
-    config: Config = None,
-    levels: Levels = None,
-    exact: Exact = None,
-    device: Device = None,
+    model: ModelRequest,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
@@ -308,8 +341,7 @@ def app_command(
 
     Example: avq app --port 8000
     """
-    chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
-    _begin(model, codebooks)
+    _begin(model)
     try:
         from avq_diffusers.cli.page import build_page, serve
     except ModuleNotFoundError as error:
@@ -319,25 +351,24 @@ def app_command(
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
 
-    pipe = load_pipeline(model, device)
-    page = build_page(pipe, Path(model).name, usual_prompts(model), codeword_source(pipe, chosen))
+    pipe = load_pipeline(model.name, model.device, model.dtype)
+    name, prompts = Path(model.name).name, usual_prompts(model.name)
+    page = build_page(pipe, name, prompts, codeword_source(pipe, model))
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
 
 
 @app.command("calibrate")
+@taking(requested_unet)
 def calibrate_command(
+    model: ModelRequest,
     out: Annotated[
         Path, typer.Option(callback=folder_to_write, help="Folder to save the codebooks in.")
     ],
-    model: UNetModel = "mini-sd",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Text file with one prompt per line; by default a built-in set."),
     ] = None,
-    config: Config = None,
-    levels: Levels = None,
-    exact: Exact = None,
     steps: Steps = 25,
     keys: Annotated[
         int, typer.Option(min=1, help="Keys sampled per layer, at least as many as parents.")
@@ -345,22 +376,20 @@ def calibrate_command(
     seed: Annotated[
         int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of noise, sampling and k-means.")
     ] = 0,
-    device: Device = None,
 ) -> None:
     """Fit codebooks to a model by running a few prompts, without training.
 
     Example: avq calibrate --model my-model --prompts prompts.txt --out my-codebooks
     """
-    texts = usual_prompts(model) if prompts is None else read_prompts("--prompts", prompts)
-    chosen = ModelRequest.from_options(model, None, config, levels, exact, device)
-    _begin(model, None)
+    texts = usual_prompts(model.name) if prompts is None else read_prompts("--prompts", prompts)
+    _begin(model)
 
     from avq_diffusers.cli.codebooks import calibrate_model
     from avq_diffusers.cli.loading import load_pipeline
 
-    pipe = load_pipeline(model, device)
+    pipe = load_pipeline(model.name, model.device)
     calibrated = calibrate_model(
-        pipe, chosen, texts, num_inference_steps=steps, keys_per_layer=keys, seed=seed
+        pipe, model, texts, num_inference_steps=steps, keys_per_layer=keys, seed=seed
     )
     calibrated.save_pretrained(out)
     print(f"codebooks: {out}, for avq generate --codebooks {out}")

@@ -1,35 +1,20 @@
 """The page of `avq app`: exact and AVQ images for one prompt, side by side. Needs gradio."""
 
 import socket
-import time
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import gradio as gr
 from diffusers import DiffusionPipeline
-from gradio.context import LocalContext
 
-from avq_diffusers.cli.bench import USUAL_THRESHOLDS
-from avq_diffusers.cli.images import (
-    TimedImage,
-    largest_side,
-    measured_on,
-    timed_image,
-    training_size,
-)
-from avq_diffusers.cli.request import ImageRequest
+from avq_diffusers.cli.dials import set_dial, usual_values
+from avq_diffusers.cli.images import TimedImage, largest_side, timed_image, training_size
+from avq_diffusers.cli.request import NUM_REFINED, THRESHOLD, TOLERANCE, ImageRequest
 from avq_diffusers.config import AVQConfig, check_text
-from avq_diffusers.hosts.core import AVQSource, refinable_parents
+from avq_diffusers.hosts.core import AVQSource
 from avq_diffusers.hosts.measuring import SHOWN_TOLERANCES
-from avq_diffusers.hosts.verbs import (
-    apply_avq,
-    avq_disabled,
-    set_num_refined,
-    set_threshold,
-    states_of,
-    summary,
-)
+from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
 
@@ -39,7 +24,6 @@ MOST_STEPS = 100
 SIZE_STEP = 64  # pixels; every Stable Diffusion UNet takes multiples of it
 LARGEST_SIDE = 4  # times the training size
 CACHE_SECONDS = 3600  # how long gradio keeps the files of shown images
-UNHEARD_SECONDS = 10  # how long work goes on although nobody reads its progress
 NO_TOLERANCE = "none"
 CANCEL = "Cancel"
 # Columns of the report and their widths, with which it fits a phone.
@@ -63,8 +47,8 @@ class _Events:
     Gradio's queue lets one visitor at a time use the pipeline.
 
     Attributes:
-        has_threshold: whether the dial is a threshold, else the number of refined parents.
-        dials: values of the dial.
+        kind: what the dial sets, a threshold or the number of refined parents.
+        dials: values of the dial, from coarse to fine.
         default_dial: the one in `source`: a threshold, or refined parents per query tile, the
             largest number where layers differ.
         sides: sides of images in pixels, the training size first.
@@ -73,15 +57,13 @@ class _Events:
 
     def __init__(self, pipe: DiffusionPipeline, source: AVQSource) -> None:
         self.pipe, self.source = pipe, source
-        states = states_of(apply_avq(pipe, source, route="always"))
-        self.parents = refinable_parents(states)
-        threshold = source.threshold if isinstance(source, AVQConfig) else None
-        self.has_threshold = threshold is not None
-        self.dials: Any = range(max(self.parents.values()) + 1)
-        self.default_dial: Any = max(x.config.num_refined or 0 for x in states.values())
-        if threshold is not None:
-            offered = sorted({threshold, *USUAL_THRESHOLDS}, reverse=True)
-            self.dials, self.default_dial = [f"{x:g}" for x in offered], f"{threshold:g}"
+        states = states_of(apply_avq(pipe, source, route="always")).values()
+        if isinstance(source, AVQConfig) and source.threshold is not None:
+            self.kind, default = THRESHOLD, source.threshold
+        else:
+            self.kind, default = NUM_REFINED, max(x.config.num_refined or 0 for x in states)
+        values = sorted({default, *usual_values(pipe, self.kind)}, reverse=self.kind == THRESHOLD)
+        self.dials, self.default_dial = [f"{x:g}" for x in values], f"{default:g}"
         self.working: set[str | None] = set()
         side = training_size(pipe)
         most = min(LARGEST_SIDE * side, largest_side(pipe) or LARGEST_SIDE * side)
@@ -128,48 +110,33 @@ class _Events:
     def generate_avq(
         self,
         shown: ShownImage | None,
-        dial: Any,
+        dial: str,
         tolerance: str,
         visitor: gr.Request,
         progress: gr.Progress = gr.Progress(),  # noqa: B008
     ) -> list:
         """The AVQ image, its difference from the exact one, and what ran in each layer.
 
-        Layers with fewer parents than the dial says refine all. At `default_dial`, each layer
-        refines as many as `source` says. A tolerance, measured on the image, overrides the dial.
+        At `default_dial`, each layer runs as `source` says. A tolerance, measured on the image,
+        overrides the dial.
         """
         if shown is None:
             return [gr.skip()] * 3
-        if self.has_threshold:
-            _one_of("Threshold", dial, self.dials)
-        else:
-            dial = _whole("Refined parents", dial, self.dials, f"from 0 to {self.dials[-1]}")
+        _one_of("Threshold" if self.kind == THRESHOLD else "Refined parents", dial, self.dials)
         _one_of("Tolerance", tolerance, [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)])
         request = shown.request
         if tolerance != NO_TOLERANCE:
-            assert isinstance(self.source, AVQConfig)  # otherwise the page offers none
-            measured = measured_on(self.pipe, request)
             progress(0, "Measuring layers")
 
             def tell(name: str, done: int, total: int) -> None:
                 progress((done, total), name.capitalize(), unit="model calls")
 
-            apply_avq(
-                self.pipe,
-                self.source,
-                tolerance=float(tolerance),
-                route="always",
-                progress=tell,
-                callback_on_step_end=self._after_step(visitor),
-                **measured,
-            )
+            watching = {"progress": tell, "callback_on_step_end": self._after_step(visitor)}
+            set_dial(self.pipe, self.source, request, TOLERANCE, float(tolerance), **watching)
         else:
             apply_avq(self.pipe, self.source, route="always")
-            if self.has_threshold:
-                set_threshold(self.pipe, float(dial))
-            elif dial != self.default_dial:
-                plan = {name: min(dial, most) for name, most in self.parents.items()}
-                set_num_refined(self.pipe, plan)
+            if dial != self.default_dial:
+                set_dial(self.pipe, self.source, request, self.kind, float(dial))
         after_step = self._after_step(visitor, _steps_of("AVQ", request.steps, progress))
         avq = timed_image(self.pipe, request, after_step)
         likeness = f"PSNR {psnr(avq.image, shown.exact.image):.1f} dB"
@@ -196,21 +163,14 @@ class _Events:
     def _after_step(
         self, visitor: gr.Request, tell: Callable[[int], None] | None = None
     ) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` that tells of steps and stops cancelled and unheard runs."""
-        session, event, page = visitor.session_hash, _event_of_call(), LocalContext.blocks.get(None)
+        """A `callback_on_step_end` that tells of steps and stops cancelled runs."""
+        session = visitor.session_hash
         self.working.add(session)
-        heard = time.monotonic()
 
         def after_step(
             pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
         ) -> dict[str, Any]:
-            nonlocal heard
-            unread = page and page._queue.pending_messages_per_session.get(session)
-            if not unread or unread.empty():
-                heard = time.monotonic()
-            has_left = event is not None and not event.alive  # set by gradio
-            has_left |= time.monotonic() > heard + UNHEARD_SECONDS
-            if has_left or session not in self.working:
+            if session not in self.working:
                 raise gr.Error("Cancelled.", print_exception=False)
             if tell is not None:
                 tell(step + 1)
@@ -237,7 +197,7 @@ def build_page(
         ValueError: the pipeline has no layer for AVQ.
     """
     events = _Events(pipe, source)
-    sizes, side = events.sides, events.sides[0]
+    sizes, side, has_threshold = events.sides, events.sides[0], events.kind == THRESHOLD
 
     with gr.Blocks(
         title="AVQ attention",
@@ -261,9 +221,15 @@ def build_page(
             label="Tolerance",
             info="Largest relative error of the model's output, measured on this image; sets the "
             "threshold of every layer.",
-            visible=events.has_threshold,
+            visible=has_threshold,
         )
-        dial = _dial_field(events)
+        dial = gr.Radio(
+            events.dials,
+            value=events.default_dial,
+            label="Threshold" if has_threshold else "Refined parents per query tile",
+            info=f"{'Larger' if has_threshold else 'Fewer'} is faster and coarser. Changing this "
+            "regenerates the AVQ image.",
+        )
         with gr.Row():
             width = gr.Dropdown(sizes, value=side, label="Width", min_width=120)
             height = gr.Dropdown(sizes, value=side, label="Height", min_width=120)
@@ -300,11 +266,10 @@ def build_page(
             }
             for is_visible in (True, False)
         )
-        moved = dial.input if events.has_threshold else dial.release
-        gr.on([button.click, moved, tolerance.input], **shows_cancel)
-        gr.on([moved, tolerance.input], **refine).then(**hides_cancel)
+        gr.on([button.click, dial.input, tolerance.input], **shows_cancel)
+        gr.on([dial.input, tolerance.input], **refine).then(**hides_cancel)
         tolerance.input(
-            lambda chosen: type(dial)(visible=chosen == NO_TOLERANCE),
+            lambda chosen: gr.Radio(visible=chosen == NO_TOLERANCE),
             tolerance,
             dial,
             queue=False,
@@ -322,26 +287,6 @@ def build_page(
         cancel.click(events.cancel, queue=False)
         page.unload(events.cancel)
     return page
-
-
-def _dial_field(events: _Events) -> gr.Radio | gr.Slider:
-    """The field for a threshold, or for the number of refined parents."""
-    if events.has_threshold:
-        return gr.Radio(
-            events.dials,
-            value=events.default_dial,
-            label="Threshold",
-            info="Larger is faster and coarser. Changing this regenerates the AVQ image.",
-        )
-    most = events.dials[-1]
-    return gr.Slider(
-        *(0, most, events.default_dial),
-        step=1,
-        precision=0,
-        label="Refined parents per query tile",
-        info="Fewer is faster and coarser. Moving this regenerates the AVQ image.",
-        interactive=most > 0,
-    )
 
 
 def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
@@ -372,12 +317,6 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
         quiet=True,
     )
     return public or local
-
-
-def _event_of_call() -> Any:
-    """Gradio's record of the call this thread serves, or None."""
-    page, name = LocalContext.blocks.get(None), LocalContext.event_id.get(None)
-    return None if page is None else page._queue.event_ids_to_events.get(name)
 
 
 def _whole(name: str, value: object, allowed: Container[int], expected: str) -> int:

@@ -2,46 +2,57 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.options import numbers_of
+
+# Kinds of dials.
+THRESHOLD, NUM_REFINED, TOLERANCE = "threshold", "num_refined", "tolerance"
 
 
-@dataclass(frozen=True)
-class Dial:
-    """What a command sets; at most one of these is given, the others are None.
+class Dial(NamedTuple):
+    """What a command sets.
 
     Attributes:
-        thresholds: thresholds of all layers.
-        numbers: numbers of refined parents.
-        tolerances: relative errors of the model's output.
-
-    Raises:
-        ValueError: more than one is given.
+        kind: `THRESHOLD`, `NUM_REFINED` or `TOLERANCE`; None sets nothing.
+        values: the values that it sets one after the other.
     """
 
-    thresholds: Sequence[float] | None = None
-    numbers: Sequence[int] | None = None
-    tolerances: Sequence[float] | None = None
+    kind: str | None = None
+    values: Sequence[float] = ()
 
-    def __post_init__(self) -> None:
-        options = {
-            "--threshold": self.thresholds,
-            "--num-refined": self.numbers,
-            "--tolerance": self.tolerances,
-        }
-        given = [name for name, values in options.items() if values is not None]
+    @classmethod
+    def of(cls, **options: Sequence[float] | None) -> "Dial":
+        """The one of these options that is given; the others are None.
+
+        Raises:
+            ValueError: more than one is given.
+        """
+        given = {name: values for name, values in options.items() if values is not None}
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other; drop one of them.")
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{names} exclude each other; drop one of them.")
+        return cls(*given.popitem()) if given else cls()
 
-    @property
-    def needs_own_codewords(self) -> bool:
-        """Whether it sets thresholds, which codebooks do not have."""
-        return self.thresholds is not None or self.tolerances is not None
+    def check_for(self, model: "ModelRequest") -> None:
+        """Refuse to set what a model does not have.
 
-
-NO_DIAL = Dial()
+        Raises:
+            ValueError: codebooks with thresholds or tolerances, or more refined parents than
+                parents.
+        """
+        if model.codebooks is not None and self.kind in (THRESHOLD, TOLERANCE):
+            raise ValueError(
+                "Thresholds and tolerances exclude --codebooks, whose dial is the number of "
+                "refined parents; drop one of them."
+            )
+        if self.kind == NUM_REFINED and model.sizes is not None:
+            most = model.sizes.most_refined
+            if not all(0 <= x <= most for x in self.values):
+                raise ValueError(
+                    f"{model.sizes} can refine 0 to {most} parents, but got "
+                    f"{', '.join(map(str, self.values))}."
+                )
 
 
 @dataclass(frozen=True)
@@ -51,67 +62,29 @@ class ModelRequest:
     Attributes:
         name: folder, .safetensors file or Hub id of the model.
         device: cuda, mps or cpu; None takes the fastest available.
+        dtype: of the model; None is half precision on an NVIDIA GPU, else float32.
         codebooks: folder or Hub id; None takes codewords from the keys of each call.
         sizes: sizes without codebooks; None is the default of `apply_avq`.
         levels: levels with AVQ; None is the default of `apply_avq`.
         exact: layers or modules that keep exact attention.
-        dtype: of the model; None is half precision on an NVIDIA GPU, else float32.
-        is_compiled: whether to compile the model.
+
+    Raises:
+        ValueError: codebooks come with sizes, levels or exact layers.
     """
 
     name: str
-    device: str | None
-    codebooks: str | None
-    sizes: AVQConfig | None
-    levels: tuple[int, ...] | None
-    exact: tuple[str, ...]
+    device: str | None = None
     dtype: str | None = None
-    is_compiled: bool = False
+    codebooks: str | None = None
+    sizes: AVQConfig | None = None
+    levels: tuple[int, ...] | None = None
+    exact: tuple[str, ...] = ()
 
-    @classmethod
-    def from_options(
-        cls,
-        model: str,
-        codebooks: str | None,
-        config: str | None,
-        levels: str | None,
-        exact: str | None,
-        device: str | None,
-        dial: Dial = NO_DIAL,
-        **others: Any,
-    ) -> "ModelRequest":
-        """Read a command's options.
-
-        Args:
-            model, codebooks, config, levels, exact, device: the options of these names.
-            dial: what the command will set.
-            **others: further fields of the class.
-
-        Raises:
-            ValueError: an option has a bad value or contradicts another.
-        """
-        if codebooks is not None and any(x is not None for x in (config, levels, exact)):
+    def __post_init__(self) -> None:
+        if self.codebooks is not None and (self.sizes or self.levels or self.exact):
             raise ValueError(
                 "--codebooks bring their own --config, --levels and --exact; drop one of them."
             )
-        if codebooks is not None and dial.needs_own_codewords:
-            raise ValueError(
-                "Thresholds and tolerances exclude --codebooks, whose dial is the number of "
-                "refined parents; drop one of them."
-            )
-        sizes = None if config is None else AVQConfig.parse(config)
-        refined = dial.numbers or ()
-        if sizes is not None and not all(0 <= x <= sizes.most_refined for x in refined):
-            raise ValueError(
-                f"{sizes} can refine 0 to {sizes.most_refined} parents, but got "
-                f"{', '.join(map(str, refined))}."
-            )
-        return cls(
-            *(model, device, codebooks, sizes),
-            None if levels is None else numbers_of("--levels", levels),
-            () if exact is None else tuple(exact.split(",")),
-            **others,
-        )
 
 
 @dataclass(frozen=True)

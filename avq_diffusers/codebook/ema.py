@@ -98,15 +98,15 @@ def reassign_dead(
     codebook: Codebook,
     keys: Tensor,
     *,
-    threshold: float,
+    least_count: float,
     seed: int = 0,
     constrain: bool = True,
 ) -> tuple[Tensor, Tensor, Codebook]:
-    """Move dead codewords, whose EMA count is below `threshold`, to badly represented keys.
+    """Move dead codewords, whose EMA count is below `least_count`, to badly represented keys.
 
     Dead parents move to distinct keys, sampled by squared distance to their codeword. Their
     children move along and lose their statistics. In each other cell, one dead child moves to a key
-    of the cell, sampled in the same way. A moved parent gets a count of `threshold` keys, a moved
+    of the cell, sampled in the same way. A moved parent gets a count of `least_count` keys, a moved
     child that of an average leaf of its cell: the projection would push a lighter child away from
     its key.
 
@@ -119,7 +119,7 @@ def reassign_dead(
         codebook: the codewords derived from these statistics.
         keys: (..., H, N, D), a batch of at least M0 keys per head. With the same keys and seed,
             all processes get the same codebook.
-        threshold: keys per batch below which a codeword is dead.
+        least_count: keys per batch below which a codeword is dead.
         seed: seeds the sampling.
         constrain: as in `derive_codebook`.
 
@@ -144,7 +144,7 @@ def reassign_dead(
     generator = torch.Generator(keys.device).manual_seed(seed)
     clock = torch.empty_like(distance).exponential_(generator=generator) / distance
 
-    is_dead = ema_counts < threshold
+    is_dead = ema_counts < least_count
     dead_parent = is_dead[:, :, 0]
     drawn = clock.topk(num_parents, dim=1, largest=False).indices
     drawn = drawn.gather(1, (dead_parent.cumsum(dim=1) - 1).clamp(min=0))
@@ -163,8 +163,8 @@ def reassign_dead(
         [keys[head, drawn][:, :, None], child_target[:, :, None].expand_as(codebook.children)],
         dim=2,
     )
-    # For a dead parent this is `threshold`.
-    mass = (ema_counts[:, :, :1] / (1 + num_children)).clamp(min=threshold)
+    # For a dead parent this is `least_count`.
+    mass = (ema_counts[:, :, :1] / (1 + num_children)).clamp(min=least_count)
 
     counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)
     key_sums = ema_key_sums.where(~moved[..., None], target * mass[..., None])

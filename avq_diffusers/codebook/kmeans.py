@@ -11,7 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from avq_diffusers.codebook.assignment import across_heads, chunk_length, leaf_sums
+from avq_diffusers.codebook.assignment import (
+    across_heads,
+    grouped,
+    leaf_sums,
+    nearest_leaves,
+    nearest_parents,
+)
 from avq_diffusers.codebook.codebook import Codebook, project_children, refuse_nonfinite
 from avq_diffusers.config import check_int
 
@@ -105,34 +111,6 @@ def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
     return rows.new_full((num_cells,), len(rank)).scatter_reduce_(0, cell, rows, "amin")
 
 
-def _score(points: Tensor, centroids: Tensor) -> Tensor:
-    """(..., N, M) half the squared distance minus half the squared norm of the point."""
-    return centroids.square().sum(dim=-1)[..., None, :] / 2 - points @ centroids.mT
-
-
-def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """The leaf of each row of `residual`, 0 if it stays or 1 + c for child c of its cell, and the
-    squared distance to it.
-
-    Args:
-        residual: (R, D), keys minus their parents.
-        child_offsets: (K, C, D), children minus their parents, in K cells.
-        cell: (R,) int64 in [0, K).
-    """
-    _, num_children, head_dim = child_offsets.shape
-    half_norms = child_offsets.square().sum(dim=-1) / 2
-    squared_distance = residual.square().sum(dim=-1)
-
-    leaf, gain = [], []
-    rows_per_chunk = chunk_length(residual.device, num_children * head_dim)
-    for rows, cells in zip(residual.split(rows_per_chunk), cell.split(rows_per_chunk), strict=True):
-        score = half_norms[cells] - (child_offsets[cells] @ rows[:, :, None])[:, :, 0]
-        lowest, nearest = score.min(dim=-1)
-        leaf.append((1 + nearest).where(lowest < 0, 0))
-        gain.append(lowest.clamp(max=0))
-    return torch.cat(leaf), (squared_distance + 2 * torch.cat(gain)).clamp(min=0)
-
-
 def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator) -> Tensor:
     """Greedy k-means++ (Arthur & Vassilvitskii 2007): sample a few keys by squared distance and
     keep the one that lowers the error most.
@@ -152,21 +130,13 @@ def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator
         clock = keys.new_empty(heads, SEEDING_TRIALS, sample_size).exponential_(generator=generator)
         trial = (clock / half_distance[:, None]).argmin(dim=-1)
         candidates = keys[head[:, None], trial]
-        trial_distance = half_norms[:, None] + _score(keys, candidates).mT
-        trial_distance = trial_distance.clamp(min=0).minimum(half_distance[:, None])
+        score = candidates.square().sum(dim=-1)[:, None] / 2 - keys @ candidates.mT
+        trial_distance = (half_norms[..., None] + score).mT.clamp(min=0)
+        trial_distance = trial_distance.minimum(half_distance[:, None])
         best = trial_distance.sum(dim=-1).argmin(dim=-1)
         half_distance = trial_distance[head, best]
         centroids[:, index] = candidates[head, best]
     return centroids
-
-
-def _nearest(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest centroid of each key, (H, S), and half the squared distance to it."""
-    keys_per_chunk = chunk_length(keys.device, keys.shape[0] * centroids.shape[1])
-    chunks = [_score(chunk, centroids).min(dim=-1) for chunk in keys.split(keys_per_chunk, dim=1)]
-    score = torch.cat([values for values, _ in chunks], dim=1)
-    assignment = torch.cat([indices for _, indices in chunks], dim=1)
-    return assignment, (keys.square().sum(dim=-1) / 2 + score).clamp(min=0)
 
 
 def _lloyd(keys: Tensor, centroids: Tensor, num_iterations: int) -> Tensor:
@@ -175,13 +145,14 @@ def _lloyd(keys: Tensor, centroids: Tensor, num_iterations: int) -> Tensor:
     head = torch.arange(keys.shape[0], device=keys.device)[:, None]
     previous_error = math.inf
     for _ in range(num_iterations):
-        assignment, half_distance = _nearest(keys, centroids)
-        error = half_distance.sum().item()
+        assignment = nearest_parents(keys, centroids)
+        distance = (keys - centroids[head, assignment]).square().sum(dim=-1)
+        error = distance.sum().item()
         if error >= CONVERGED * previous_error:
             break
         previous_error = error
         key_sums, counts = leaf_sums(keys, assignment, num_centroids)
-        farthest = half_distance.topk(num_centroids, dim=1).indices
+        farthest = distance.topk(num_centroids, dim=1).indices
         spare = farthest.gather(1, ((counts == 0).cumsum(dim=1) - 1).clamp(min=0))
         centroids = torch.where(
             counts[..., None] > 0, key_sums / counts.clamp(min=1)[..., None], keys[head, spare]
@@ -200,14 +171,15 @@ def _fit_child_offsets(
     """Children minus their parents, (H, M0, C, D), from k-means in all cells at once."""
     heads, num_parents, head_dim = parents.shape
     num_cells = heads * num_parents
-    offsets = keys.new_zeros(num_cells, num_children, head_dim)
     if num_children == 0:
-        return offsets.view(heads, num_parents, 0, head_dim)
-    assignment, _ = _nearest(keys, parents)
-    cell = across_heads(assignment, num_parents).flatten()
-    residual = keys.flatten(0, 1) - parents.flatten(0, 1)[cell]
+        return keys.new_zeros(heads, num_parents, 0, head_dim)
+    cells = grouped(nearest_parents(keys, parents), num_parents)
+    cell, origins = cells.number, parents.reshape(num_cells, 1, head_dim)
+    flat = keys.flatten(0, 1)
+    residual = flat - origins[cell, 0]
     # The last row is the parent. `first_in_cell` returns it for a cell without candidates.
     candidates = torch.cat([residual, residual.new_zeros(1, head_dim)])
+    offsets = keys.new_zeros(num_cells, num_children, head_dim)
 
     # k-means++ with the parent as first centroid.
     distance = residual.square().sum(dim=-1)
@@ -220,16 +192,20 @@ def _fit_child_offsets(
     # on a key would keep only that key. A tenth of the way is the paper's initial scale.
     offsets *= 0.1
 
+    num_leaves = num_cells * (1 + num_children)
     origin = keys.new_zeros(num_cells, head_dim)
     previous_error = math.inf
     for _ in range(num_iterations):
-        leaf, distance = _nearest_leaf(residual, offsets, cell)
+        children = (origins + offsets).view(heads, num_parents, num_children, head_dim)
+        leaf = across_heads(nearest_leaves(keys, parents, children, cells), num_leaves // heads)
+        leaf = leaf.flatten()
+        leaves = torch.cat([residual.new_zeros(num_cells, 1, head_dim), offsets], dim=1)
+        distance = (residual - leaves.flatten(0, 1)[leaf]).square().sum(dim=-1)
         error = distance.sum().item()
         if error >= CONVERGED * previous_error:
             break
         previous_error = error
-        leaf = cell * (1 + num_children) + leaf
-        key_sums, counts = leaf_sums(residual[None], leaf[None], num_cells * (1 + num_children))
+        key_sums, counts = leaf_sums(residual[None], leaf[None], num_leaves)
         key_sums = key_sums.view(num_cells, 1 + num_children, head_dim)[:, 1:]
         counts = counts.view(num_cells, 1 + num_children)[:, 1:]
         means = key_sums / counts.clamp(min=1)[..., None]

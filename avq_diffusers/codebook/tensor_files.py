@@ -1,9 +1,11 @@
-"""Tensors in safetensors files: reading, checks and digest."""
+"""Tensors in safetensors files, with a config beside them: reading, checks and digest."""
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -71,6 +73,35 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def read_config(path: Path, class_name: str, version: int) -> dict[str, Any]:
+    """Read the config beside a tensor file.
+
+    Args:
+        path: the JSON file.
+        class_name: the class that it must name.
+        version: the version of the file format that it must have.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged or another config; the message names `path`.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{class_name}: there is no file {path}.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file: {error}.") from error
+    found = config.get("_class_name") if isinstance(config, dict) else config
+    if found != class_name:
+        raise ValueError(f"{path}: expected the config of {class_name}, but got one of {found}.")
+    if config.get("format_version") != version:
+        raise ValueError(
+            f"{path}: {class_name} of format version {version} are supported, but got version "
+            f"{config.get('format_version')}."
+        )
+    return config
 
 
 def load_tensors(

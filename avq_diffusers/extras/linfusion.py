@@ -23,10 +23,11 @@ from avq_diffusers.codebook.tensor_files import (
     check_names,
     check_tensors,
     load_tensors,
+    read_config,
     tensor_digest,
 )
 from avq_diffusers.files import atomic_save
-from avq_diffusers.hosts.core import LayerSpec
+from avq_diffusers.hosts.core import LayerSpec, check_specs
 from avq_diffusers.hosts.models import AnyModel, select_layers, unet_of
 
 FORMAT_VERSION = 1
@@ -126,7 +127,7 @@ def save_linfusion(
         OSError: the folder cannot be written; the message says whether its previous content is
             intact.
     """
-    specs = [layer for layer in select_layers(unet_of(pipe)) if layer.name in layers]
+    specs = [layer for layer in select_layers(unet_of(pipe).model) if layer.name in layers]
     check_names("LinFusion layers", layers, [spec.name for spec in specs])
     tensors = _by_path(layers)
     check_tensors("LinFusion layers", tensors, _by_path(_states(_empty_processors(specs))))
@@ -167,30 +168,21 @@ def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
         ValueError: a file is damaged, has an unknown format, or does not match its config.json; the
             layers belong to another model; or the UNet has AVQ.
     """
-    unet = unet_of(pipe)
+    unet = unet_of(pipe).model
     folder = Path(path).expanduser()
     config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    _check_file(config_path)
-    specs, sha256 = _read_config(config_path)
-    _check_file(weights_path)
+    config = read_config(config_path, LinFusionProcessor.__name__, FORMAT_VERSION)
+    specs = _specs(config_path, config)
+    if not weights_path.is_file():
+        raise FileNotFoundError(f"LinFusion layers: there is no file {weights_path}.")
     layers = {layer.name: layer for layer in select_layers(unet)}
     if any(layer.avq_state for layer in layers.values()):
         raise ValueError("this UNet has AVQ; call remove_avq(unet) first.")
-    for spec in specs:
-        if spec.name not in layers:
-            raise ValueError(
-                f"{config_path} belongs to another model: this UNet has no self-attention "
-                f"{spec.name}."
-            )
-        layer = layers[spec.name]
-        if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
-            raise ValueError(
-                f"{config_path} belongs to another model: {spec.name} has {layer.num_heads} heads "
-                f"of dim {layer.head_dim}, but the file has {spec.num_heads} of dim "
-                f"{spec.head_dim}."
-            )
-    processors = _empty_processors(specs)
-    tensors = load_tensors(weights_path, _by_path(_states(processors)), sha256)
+    chosen = [layer for name, layer in layers.items() if name in specs]
+    check_specs(str(config_path), specs, chosen, "the file has")
+    processors = _empty_processors(specs.values())
+    expected = _by_path(_states(processors))
+    tensors = load_tensors(weights_path, expected, config.get("sha256"))
 
     remove_linfusion(unet)
     for name, processor in processors.items():
@@ -212,7 +204,7 @@ def remove_linfusion(pipe: AnyModel) -> AnyModel:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    for module in unet_of(pipe).modules():
+    for module in unet_of(pipe).model.modules():
         processor = module._modules.get("processor")
         if isinstance(processor, LinFusionProcessor) and processor.replaced:
             module.set_processor(*processor.replaced)
@@ -244,33 +236,13 @@ def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{name}.{key}": x for name, tensors in layers.items() for key, x in tensors.items()}
 
 
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"LinFusion layers: there is no file {path}.")
-
-
-def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
-    """The layers, and the digest of their tensors or None."""
+def _specs(path: Path, config: Mapping[str, Any]) -> dict[str, LayerSpec]:
+    """The layers in a config, by name."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON file: {error}.") from error
-    expected = LinFusionProcessor.__name__
-    if not isinstance(config, dict) or config.get("_class_name") != expected:
-        raise ValueError(
-            f"{path} is not a config of LinFusion layers as written by save_linfusion."
-        )
-    version = config.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"LinFusion layers of format version {FORMAT_VERSION} are supported, but {path} has "
-            f"version {version}."
-        )
-    try:
-        specs = [LayerSpec(**layer) for layer in config["layers"]]
+        specs = {layer["name"]: LayerSpec(**layer) for layer in config["layers"]}
     except (KeyError, TypeError):
-        specs = []
+        specs = {}
     if not specs:
         names = ", ".join(field.name for field in fields(LayerSpec))
         raise ValueError(f"{path} must list layers with {names}.")
-    return specs, config.get("sha256")
+    return specs

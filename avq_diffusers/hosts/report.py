@@ -1,7 +1,7 @@
 """`summary`: what each self-attention layer runs, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from avq_diffusers.hosts.core import (
     AVQ_CALL,
@@ -9,6 +9,7 @@ from avq_diffusers.hosts.core import (
     EXACT,
     Hosted,
     Layer,
+    LayerSpec,
     LayerState,
     SpecSchedule,
     schedules_of,
@@ -18,20 +19,17 @@ from avq_diffusers.hosts.measuring import Allocation
 
 
 @dataclass(frozen=True)
-class LayerReport:
+class LayerReport(LayerSpec):
     """One row of a `Summary`.
 
     Attributes:
-        name: module path of the self-attention layer.
-        level: UNet level.
-        num_heads: heads.
-        head_dim: head dim.
+        name, level, num_heads, head_dim: of the self-attention layer.
+        runs: what the last call ran, or the next one will: AVQ with its backend and tuned
+            projections if any, exact attention and why, or another attention processor.
         config: such as M64C8T1e-4, or "M64C8T1e-3, exact" with a schedule that ends exact; empty
             without AVQ.
         effect: the model's output error if AVQ ran in this layer only; None if no tolerance chose
             its sizes.
-        runs: what the last call ran, or the next one will: AVQ with its backend and tuned
-            projections if any, exact attention and why, or another attention processor.
         columns: codewords and exact keys that a query tile attended to in the last AVQ call, on
             average; None if none ran outside compiled code.
         num_tokens: tokens of the last grid; None before the first call.
@@ -39,16 +37,12 @@ class LayerReport:
             not counted.
     """
 
-    name: str
-    level: int
-    num_heads: int
-    head_dim: int
-    config: str
-    effect: float | None
     runs: str
-    columns: tuple[float, float] | None
-    num_tokens: int | None
-    calls: dict[str, int]
+    config: str = ""
+    effect: float | None = None
+    columns: tuple[float, float] | None = None
+    num_tokens: int | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,28 +113,19 @@ def _row(
     state: LayerState | None,
     schedules: Mapping[LayerState, SpecSchedule],
 ) -> LayerReport:
-    config, effect, columns, num_tokens, calls = "", None, None, None, {}
-    if state is not None:
-        specs = schedules.get(state, {0: state.spec.get()}).values()
-        config = ", ".join(EXACT if spec is None else str(spec) for spec in specs)
-        if state.allocation is not None:
-            effect = state.allocation.effect(hosted.prefix + layer.name)
-        if state.shown is not None:
-            codewords, keys = state.shown.float().mean(dim=(0, 1, 2)).tolist()
-            columns = codewords, keys
-        num_tokens = None if state.last_order is None else len(state.last_order)
-        calls = dict(state.calls)
-    return LayerReport(
-        hosted.prefix + layer.name,
-        layer.level,
-        layer.num_heads,
-        layer.head_dim,
-        config,
-        effect,
-        _runs(hosted, layer, state),
-        columns,
-        num_tokens,
-        calls,
+    name = hosted.prefix + layer.name
+    row = LayerReport(**layer.stored | {"name": name}, runs=_runs(hosted, layer, state))
+    if state is None:
+        return row
+    specs = schedules.get(state, {0: state.spec.get()}).values()
+    shown = state.shown
+    return replace(
+        row,
+        config=", ".join(EXACT if spec is None else str(spec) for spec in specs),
+        effect=None if state.allocation is None else state.allocation.effect(name),
+        columns=None if shown is None else tuple(shown.float().mean(dim=(0, 1, 2)).tolist()),
+        num_tokens=None if state.last_order is None else len(state.last_order),
+        calls=dict(state.calls),
     )
 
 

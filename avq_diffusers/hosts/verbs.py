@@ -22,7 +22,6 @@ from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.core import (
     CHANGES,
     CONFIG_FIELDS,
-    WITHOUT_CODEBOOKS,
     AttentionFunction,
     AVQSource,
     Host,
@@ -32,14 +31,11 @@ from avq_diffusers.hosts.core import (
     LayerWeights,
     Plan,
     Schedule,
-    StoredSource,
     agreed,
     all_or_nothing,
     as_examples,
     check_known,
     check_route,
-    check_schedules,
-    check_source,
     disabled,
     install,
     installed,
@@ -66,7 +62,6 @@ from avq_diffusers.hosts.models import (
     models_of,
     name_of,
     prepare,
-    select_layers,
 )
 from avq_diffusers.hosts.report import Summary, report
 
@@ -176,44 +171,39 @@ def apply_avq(
     examples = as_examples(prompt, pixel_values, host)
     config_fields = {name: options.pop(name) for name in CONFIG_FIELDS & options.keys()}
     _check_options(pipe, host, options)
+    given = [host.examples] * (examples is not None) + [*options]
+    profile: ErrorProfile | None = None
     if isinstance(source, ErrorProfile):
-        if config_fields:
-            names = ", ".join(config_fields)
+        if config_fields or given:
+            names = ", ".join([*config_fields, *given])
             raise TypeError(f"an ErrorProfile is already measured; drop {names}.")
-    elif config_fields or isinstance(source, str):
-        source = resolved_source(source, config_fields, host.default_config(models[0].model))
-    source = _resolved(pipe, host, source, tolerance, examples, options)
-    profile: ErrorProfile | None = source if isinstance(source, ErrorProfile) else None
+        profile, source = source, source.config
+    source = resolved_source(source, config_fields, host.default_config(models[0].model))
     if isinstance(source, AVQCodebooks):
-        if not host.takes_codebooks:
-            raise TypeError(
-                f"a {host.kind} takes its codewords from the keys of each call: expected an "
-                f"AVQConfig or nothing, but got AVQCodebooks."
-            )
-        _warn_of_another_model(pipe, source)
-    chosen = source.config if isinstance(source, ErrorProfile) else source
+        _check_codebooks(pipe, host, source, tolerance)
     of_models = {
-        hosted: make_states(
-            hosted.host.layers(hosted.model),
-            chosen or hosted.host.default_config(hosted.model),
-            backend,
-            route,
-        )
+        hosted: make_states(hosted.host.layers(hosted.model), source, backend, route)
         for hosted in models
     }
     named = _by_full_name(of_models)
     allocation, specs = None, {}
-    if profile is not None and tolerance is not None:
+    if tolerance is not None or profile is not None:
+        tolerance = checked_tolerance(tolerance)
+        if profile is None:
+            assert isinstance(source, AVQConfig)
+            profile = _measured(pipe, [*named], source, tolerance, examples, options)
         profile.check_layers([*named])
         allocation = profile.within(tolerance)
         specs = chosen_specs(named, allocation)
-    for hosted, states in of_models.items():
-        own = {state: specs[state] for state in states.values() if state in specs}
-        check_schedules(hosted, own)
+    elif given:
+        raise TypeError(
+            f"{', '.join(given)} only serve to measure for a tolerance; pass tolerance=0.02, or "
+            f"drop them."
+        )
     with all_or_nothing(models):
         install(of_models)
-        for hosted, states in of_models.items():
-            set_specs(hosted, {state: specs[state] for state in states.values() if state in specs})
+        for hosted in models:
+            set_specs(hosted, specs)
         if profile is not None and allocation is not None:
             note_allocation(named, profile, allocation)
     return pipe
@@ -232,46 +222,67 @@ def _check_options(
     check_known("apply_avq", options, known, is_open=is_open)
 
 
-def _resolved(
+def _check_codebooks(
     pipe: DiffusionPipeline | nn.Module,
     host: Host,
-    source: AVQSource | ErrorProfile | None,
+    codebooks: AVQCodebooks,
     tolerance: float | None,
+) -> None:
+    """Refuse codebooks where there can be none; warn if the Hub names are of another model."""
+    if tolerance is not None:
+        raise ValueError(
+            "a tolerance chooses sizes for codewords from the keys of each call; apply it without "
+            "codebooks."
+        )
+    if not host.takes_codebooks:
+        raise TypeError(
+            f"a {host.kind} takes its codewords from the keys of each call: expected an AVQConfig "
+            f"or nothing, but got AVQCodebooks."
+        )
+    made_for, model = codebooks.config["base_model"], name_of(pipe)
+    if (
+        _is_hub_id(made_for)
+        and _is_hub_id(model)
+        and made_for.split("/")[1].lower() != model.split("/")[1].lower()
+    ):
+        warnings.warn(
+            f"the codebooks were made for {made_for}, but the model is {model}; they fit it only "
+            f"if it is a fine-tune of that model.",
+            stacklevel=3,
+        )
+
+
+def _is_hub_id(name: str | None) -> TypeGuard[str]:
+    if name is None or name.count("/") != 1:
+        return False
+    return not (name.startswith(("/", ".", "~")) or Path(name).exists())
+
+
+def _measured(
+    pipe: DiffusionPipeline | nn.Module,
+    layers: Sequence[LayerSpec],
+    config: AVQConfig,
+    tolerance: float,
     examples: Any,
     measurement: Mapping[str, Any],
-) -> AVQSource | ErrorProfile | None:
-    """What `apply_avq` runs: a profile if a tolerance is given, else `source`."""
-    given = [host.examples] * (examples is not None) + [*measurement]
-    if tolerance is None and not isinstance(source, ErrorProfile):
-        if given:
-            raise TypeError(
-                f"{', '.join(given)} only serve to measure for a tolerance; pass tolerance=0.02, "
-                f"or drop them."
-            )
-        check_source(source)
-        return source
-    tolerance = checked_tolerance(tolerance)
-    if isinstance(source, ErrorProfile):
-        if given:
-            raise TypeError(f"an ErrorProfile is already measured; drop {', '.join(given)}.")
-        return source
-    check_source(source)
-    if isinstance(source, StoredSource):
-        raise ValueError(WITHOUT_CODEBOOKS)
+) -> ErrorProfile:
+    """The kept profile of a model, or a new one if there is none that holds."""
     models = models_of(pipe)
-    kept = KeptProfile(pipe, models, source, measurement)
-    profile = agreed(models[0].ranks, lambda: kept.load(examples))
-    if profile is not None and not _still_holds(pipe, profile, tolerance, examples, measurement):
-        profile = None
-    if profile is None:
-        if examples is None:
-            raise TypeError(
-                f"a tolerance needs {host.examples}=... to measure this model on once, or an "
-                f"ErrorProfile."
-            )
-        name = f"measuring layers for a tolerance of {100 * tolerance:g} %"
-        profile = measure_error(pipe, examples, source, progress_name=name, **measurement)
-        kept.save(profile, examples)
+    kept = KeptProfile(pipe, models, config, measurement)
+    profile = agreed(models[0].ranks, lambda: kept.load(layers, examples))
+    if profile is not None and (
+        examples is None or _still_holds(pipe, profile, tolerance, examples, measurement)
+    ):
+        return profile
+    if examples is None:
+        host = models[0].host
+        raise TypeError(
+            f"a tolerance needs {host.examples}=... to measure this model on once, or an "
+            f"ErrorProfile."
+        )
+    name = f"measuring layers for a tolerance of {100 * tolerance:g} %"
+    profile = measure_error(pipe, examples, config, progress_name=name, **measurement)
+    kept.save(profile, examples)
     return profile
 
 
@@ -282,23 +293,12 @@ def _still_holds(
     examples: Any,
     measurement: Mapping[str, Any],
 ) -> bool:
-    """Whether a kept profile fits the layers and, in a measured run, the tolerance."""
-    layers = [
-        replace(layer, name=hosted.prefix + layer.name)
-        for hosted in models_of(pipe)
-        for layer in select_layers(hosted.model, profile.config.levels, profile.config.exact)
-    ]
-    try:
-        profile.check_layers(layers)
-    except ValueError:
-        return False
-    if examples is None:
-        return True
-    allocation = profile.within(tolerance)
+    """Whether a kept profile fits the tolerance in a measured run of the first example."""
     name = f"checking the kept profile for a tolerance of {100 * tolerance:g} %"
     run = {**measurement, "parts": len(profile.parts), "progress_name": name}
     one = examples if isinstance(examples, Tensor) else [*examples][:1]
-    ((error,),) = output_errors(pipe, one, [allocation.choices], profile.config, **run)
+    choices = profile.within(tolerance).choices
+    ((error,),) = output_errors(pipe, one, [choices], profile.config, **run)
     if error <= MOST_OFF * tolerance:
         return True
     warnings.warn(
@@ -428,8 +428,7 @@ def _set(
     with CHANGES:  # no other thread removes the layers' AVQ in between
         plan = planned_specs(states_of(pipe), option, value, level=level, layer=layer)
         for hosted in models_of(pipe):
-            own = set(hosted.states.values())
-            set_specs(hosted, {state: spec for state, spec in plan.items() if state in own})
+            set_specs(hosted, plan)
     return pipe
 
 
@@ -520,24 +519,3 @@ def _by_full_name(
         for hosted, states in of_models.items()
         for layer, state in states.items()
     }
-
-
-def _warn_of_another_model(pipe: DiffusionPipeline | nn.Module, codebooks: AVQCodebooks) -> None:
-    """Compare Hub names: layers of another model may have the same shapes."""
-    made_for, model = codebooks.config["base_model"], name_of(pipe)
-    if (
-        _is_hub_id(made_for)
-        and _is_hub_id(model)
-        and made_for.split("/")[1].lower() != model.split("/")[1].lower()
-    ):
-        warnings.warn(
-            f"the codebooks were made for {made_for}, but the model is {model}; they fit it only "
-            f"if it is a fine-tune of that model.",
-            stacklevel=3,
-        )
-
-
-def _is_hub_id(name: str | None) -> TypeGuard[str]:
-    if name is None or name.count("/") != 1:
-        return False
-    return not (name.startswith(("/", ".", "~")) or Path(name).exists())

@@ -29,10 +29,10 @@ OTHERS = re.compile(
 )
 PARTS = ("Transformer2DModel", "DreamLiteTransformer2DModel", "SanaWMLTX2RefinerTransformer3DModel")
 
-CONTROLNETS = {"FluxControlNetModel", "QwenImageControlNetModel"}
+CONTROLNETS = {"FluxControlNetModel", "QwenImageControlNetModel", "SD3ControlNetModel"}
 SERVED = {
     *({name for family in FAMILIES for name in family.models} - CONTROLNETS),
-    *("SD3Transformer2DModel", "UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
+    *("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
     "UNetSpatioTemporalConditionModel",
 }
 REFERENCES = "calls with reference images run exact"

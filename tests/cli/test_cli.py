@@ -50,7 +50,7 @@ from avq_diffusers.cli.images import (
     timed_image,
 )
 from avq_diffusers.cli.main import main
-from avq_diffusers.cli.request import ImageRequest
+from avq_diffusers.cli.request import NUM_REFINED, Dial, ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.hosts.core import routing
@@ -546,7 +546,8 @@ def test_layers_with_fewer_parents_refine_all_of_theirs():
     small = next(layer.name for layer in select_layers(pipe.unet, (0,)))
     config = AVQConfig(**vars(CONFIG) | {"overrides": {small: {"num_parents": 3}}})
     apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
-    (choose,) = bench.refined_choices(pipe, [4]).values()
+    codebooks, request = random_codebooks(pipe.unet), ImageRequest(PROMPT, *7 * [None])
+    (choose,) = bench.compared(pipe, codebooks, request, Dial(NUM_REFINED, [4])).values()
     choose()
     shown = {row.name: row.config for row in summary(pipe).rows if row.config}
     assert shown.pop(small) == "M3P3C2"
@@ -560,7 +561,7 @@ def test_choices_run_beside_exact_images():
     requests = [ImageRequest(PROMPT, None, 64, 64, 1, 7.5, seed, False) for seed in (0, 1, 2)]
     exact = [timed_image(pipe, request).image for request in requests]
     apply_avq(pipe, random_codebooks(pipe.unet), route="always")
-    choices = bench.refined_choices(pipe)
+    choices = bench.compared(pipe, random_codebooks(pipe.unet), requests[0], Dial())
     assert list(choices) == [f"{number} refined" for number in (0, 1, 2, 4)]
     label, choose = choices.popitem()
     slow = []  # seconds that the next call of the UNet takes longer

@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlparse
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -258,39 +257,6 @@ def test_fields_are_refused_in_one_sentence():
         with pytest.raises(gradio.Error) as refused:
             events.generate_avq((None, None), dial, tolerance, visitor=None)
         assert re.fullmatch(message, refused.value.message)
-
-
-def test_work_for_a_client_that_left_stops(site, visit, calls, reference):
-    """Over plain HTTP nobody presses Cancel."""
-    steps, act = calls
-    act.append(lambda: time.sleep(0.05))
-    address = f"{site[0]}gradio_api/call/generate_exact"
-    data = json.dumps({"data": [PROMPT, SIDE, SIDE, 0, 100]}).encode()
-    request = Request(address, data, {"Content-Type": "application/json"})
-    with urlopen(request) as answer:
-        event = json.load(answer)["event_id"]
-    with urlopen(f"{address}/{event}"):
-        while not steps:
-            time.sleep(0.01)
-    assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
-    assert len(steps) < 60
-
-
-def test_work_that_nobody_listens_to_stops(site, visit, calls, reference, monkeypatch):
-    """A client may join the queue and never read what it gets."""
-    from avq_diffusers.cli import page
-
-    monkeypatch.setattr(page, "UNHEARD_SECONDS", 0.5)
-    steps, act = calls
-    act.append(lambda: time.sleep(0.05))
-    data = json.dumps({"data": [PROMPT, SIDE, SIDE, 0, 100]}).encode()
-    address = f"{site[0]}gradio_api/call/generate_exact"
-    with urlopen(Request(address, data, {"Content-Type": "application/json"})) as answer:
-        answer.read()
-    while not steps:
-        time.sleep(0.01)
-    assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
-    assert len(steps) < 60
 
 
 def test_visitors_do_not_disturb_each_other(visit, reference):

@@ -223,7 +223,7 @@ def test_dead_parents_move_to_different_keys_with_their_children():
     assert (counts[:, 4:] == 0).all()
     counts[:, 4:, 1:] = 0.5  # what earlier batches left
     key_sums[:, 4:, 1:] = 50
-    new_sums, new_counts, new = reassign_dead(key_sums, counts, codebook, keys, threshold=1.0)
+    new_sums, new_counts, new = reassign_dead(key_sums, counts, codebook, keys, least_count=1.0)
 
     for head in range(3):
         is_at_key = (new.parents[head, 4:, None] == keys[:, head].flatten(0, 1)).all(-1)
@@ -244,7 +244,7 @@ def test_children_of_dead_parents_move_along_without_the_constraint():
     assert (counts[:, :4, 0] > 1).all()
     counts[:, :4, 1:3] = 0  # of two children without keys, the second stays
     key_sums[:, :4, 1:3] = 0
-    arguments = {"threshold": 1.0, "constrain": False}
+    arguments = {"least_count": 1.0, "constrain": False}
     new_sums, new_counts, new = reassign_dead(key_sums, counts, codebook, keys, **arguments)
     offsets = codebook.children[:, 4:] - codebook.parents[:, 4:, None]
     torch.testing.assert_close(new.children[:, 4:] - new.parents[:, 4:, None], offsets)
@@ -261,7 +261,7 @@ def test_one_dead_child_of_a_cell_moves_to_a_key_of_the_cell():
     codebook = Codebook(codebook.parents, children)
     key_sums, counts = batch_statistics(keys, codebook)
     counts[counts > 0] += 1  # only the children above are dead
-    new_sums, new_counts, _ = reassign_dead(key_sums, counts, codebook, keys, threshold=1.0)
+    new_sums, new_counts, _ = reassign_dead(key_sums, counts, codebook, keys, least_count=1.0)
 
     changed = (new_counts != counts).nonzero().tolist()
     assert changed == [[0, 2, 2]]
@@ -281,7 +281,7 @@ def test_dead_codewords_are_drawn_by_squared_distance():
     counts = torch.tensor([[8.0, 0.0], [0.0, 0.0]]).expand(heads, 2, 2)
     key_sums = torch.zeros(heads, 2, 2, 1)
     codebook = Codebook(parents, children)
-    arguments = {"threshold": 1.0, "constrain": False}
+    arguments = {"least_count": 1.0, "constrain": False}
     _, _, new = reassign_dead(key_sums, counts, codebook, keys, **arguments)
     for moved in (new.parents[:, 1, 0], new.children[:, 0, 0, 0]):
         is_far = moved == 3
@@ -291,24 +291,24 @@ def test_dead_codewords_are_drawn_by_squared_distance():
 
 
 def test_what_was_moved_is_alive_and_the_living_stay():
-    """Catches a moved codeword whose count is below the threshold, or at it and taken for dead, and
+    """Catches a moved codeword whose count is below the least, or at it and taken for dead, and
     a child that moves to another cell's key where the batch has none of its own."""
     keys, codebook, key_sums, counts = far_layer()
     counts[:, 0] = counts.new_tensor([2.0, 2.0, 0.0, 0.0, 0.0])  # an average leaf is below 1
     key_sums[:, 0] = 2 * codebook.parents[:, 0, None]
     counts[:, 5] = counts.new_tensor([9.0, 9.0, 0.0, 0.0, 0.0])  # of earlier batches
     key_sums[:, 5] = 9 * codebook.parents[:, 5, None]
-    first = reassign_dead(key_sums, counts, codebook, keys, threshold=1.0)
+    first = reassign_dead(key_sums, counts, codebook, keys, least_count=1.0)
     was_moved = first[1] != counts
     assert was_moved[:, 4, 0].all()
     assert (was_moved[:, 0].sum(-1) == 1).all()
     assert torch.equal(first[0][:, 5], key_sums[:, 5])
     assert torch.equal(first[0][~was_moved], key_sums[~was_moved])
-    again = reassign_dead(*first, keys, threshold=1.0, seed=1)
+    again = reassign_dead(*first, keys, least_count=1.0, seed=1)
     for before, after in zip(first[:2], again[:2], strict=True):
         assert torch.equal(before[was_moved], after[was_moved])
     parents = [
-        reassign_dead(key_sums, counts, codebook, keys, threshold=1.0, seed=seed)[2].parents
+        reassign_dead(key_sums, counts, codebook, keys, least_count=1.0, seed=seed)[2].parents
         for seed in (0, 1)
     ]
     assert torch.equal(parents[0], first[2].parents)
@@ -321,7 +321,7 @@ def test_what_was_moved_is_alive_and_the_living_stay():
         (batch_statistics, (2, 4, 1), "key must have shape (..., 1, keys, 1)"),
         (
             lambda keys, codebook: reassign_dead(
-                torch.zeros(1, 2, 3, 1), torch.zeros(1, 2, 3), codebook, keys, threshold=1.0
+                torch.zeros(1, 2, 3, 1), torch.zeros(1, 2, 3), codebook, keys, least_count=1.0
             ),
             (1, 1, 1),
             "keys must hold at least num_parents = 2 keys per head, but got 1.",

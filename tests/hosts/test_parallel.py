@@ -43,7 +43,7 @@ from avq_diffusers import (
 from avq_diffusers.attention.limits import faults
 from avq_diffusers.hosts.core import routing, state
 from avq_diffusers.hosts.core.ranks import Joined
-from avq_diffusers.hosts.measuring import measured_layer
+from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.models import parallel
 from eval.benchmarks.parallel import enable_parallelism
 
@@ -279,7 +279,7 @@ def tolerances() -> None:
     """The first rank's times and cache choose for all."""
     pipe = flux_pipe(transformer=flux_transformer(in_channels=16, num_single_layers=0))
     ulysses(pipe.transformer)
-    measured = measured_layer.MeasuredLayer._time
+    measured = exact_runs.MeasuredLayer._time
 
     def slower(*arguments):
         return (1 + 5 * dist.get_rank()) * measured(*arguments)
@@ -287,7 +287,7 @@ def tolerances() -> None:
     run = {"num_inference_steps": 1, "height": 32, "width": 48, "max_sequence_length": 8}
     run |= {"progress": False}
     found = [None, None]
-    with patch.object(measured_layer.MeasuredLayer, "_time", slower):
+    with patch.object(exact_runs.MeasuredLayer, "_time", slower):
         dist.all_gather_object(found, str(measure_error(pipe, "a red fox", BY_ERROR, **run)))
         assert found[0] == found[1]
         apply_avq(pipe, BY_ERROR, prompt="a red fox", tolerance=0.1, **run)

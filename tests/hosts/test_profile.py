@@ -504,9 +504,10 @@ class TestKey:
         kept.folder.mkdir(parents=True)
         with FileLock(kept.folder / "profiles.lock"):
             kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
-        assert kept.load([PROMPT]) is None
+        layers = select_layers(PIPE().unet, CONFIG.levels)
+        assert kept.load(layers, [PROMPT]) is None
         kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
-        assert kept.load([PROMPT]) is not None
+        assert kept.load(layers, [PROMPT]) is not None
 
     @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):
@@ -516,7 +517,7 @@ class TestKey:
         arguments = {"tolerance": 1e-4, "prompt": PROMPT} | run
         first = summary(apply_avq(pipe, LEVELS, **arguments))
         kept = kept_profiles.KeptProfile(pipe, models_of(pipe), LEVELS, run)
-        good = kept.load()
+        good = kept.load(select_layers(pipe.unet, LEVELS.levels))
         kept.save(replace(good, layers=good.layers[1:]), [PROMPT])
         assert summary(apply_avq(pipe, LEVELS, **arguments)) == first
         kept.save(profile_of(pipe, {1000: AVQ}, LEVELS), [PROMPT])

@@ -68,7 +68,7 @@ LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weight
 def test_default_sizes(make):
     """Catches another default in commands."""
     pipe, sizes = make(), "M64C8T1e-4"
-    request = ModelRequest.from_options("model", None, None, None, "transformer_blocks.0", None)
+    request = ModelRequest("model", exact=("transformer_blocks.0",))
     config = codeword_source(pipe, request)
     assert (str(config), config.exact) == (sizes, ("transformer_blocks.0",))
     assert {row.config for row in summary(apply_avq(pipe)).rows} == {sizes}

@@ -29,8 +29,8 @@ from avq_diffusers.extras.scalecrafter.settings import (
     at_level,
     usual_config,
 )
-from avq_diffusers.hosts.core import TIMESTEP, Timesteps
-from avq_diffusers.hosts.models import AnyModel, unet_of, unwrapped
+from avq_diffusers.hosts.core import TIMESTEP, Hosted, Timesteps
+from avq_diffusers.hosts.models import AnyModel, unet_of
 from avq_diffusers.mini import IMAGE_SIZE, MINI_SD
 
 
@@ -40,7 +40,6 @@ def apply_scalecrafter(
     width: int,
     *,
     config: ScaleCrafterConfig | None = None,
-    training_size: int | None = None,
 ) -> AnyModel:
     """Dilate the UNet's convolutions for images of this size, larger than it was trained on.
 
@@ -61,18 +60,17 @@ def apply_scalecrafter(
             image to training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. The authors use others
             for SD2.1 (20 dilated steps at 2 x 2) and for SDXL (no dilated down block at 2 x 2).
             mini-sd at 2 x 2 works best with `MINI_SCALECRAFTER`.
-        training_size: in pixels; None takes it from the UNet's config.
 
     Returns:
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, a side or size is not an int, or `config` is not a
+        TypeError: `pipe` has no UNet, a side is not an int, or `config` is not a
             `ScaleCrafterConfig`.
         ValueError: a side is not a multiple of 8, the size is not larger than the training size,
             there are no settings for it, or the UNet has no convolution to dilate.
     """
-    state = _ScaleCrafter(pipe, height, width, config, training_size)
+    state = _ScaleCrafter(pipe, height, width, config)
     remove_scalecrafter(pipe)
     state.install(unet_of(pipe))
     return pipe
@@ -84,7 +82,7 @@ def remove_scalecrafter(pipe: AnyModel) -> AnyModel:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    unet = unwrapped(unet_of(pipe))
+    unet = unet_of(pipe).model
     if hasattr(unet, "_scalecrafter"):
         unet._scalecrafter.uninstall()
         del unet._scalecrafter
@@ -103,7 +101,7 @@ def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> Scal
     """
     is_mini = pipe.name_or_path == MINI_SD and height == width == 2 * IMAGE_SIZE
     config = MINI_SCALECRAFTER if is_mini else None
-    return _ScaleCrafter(pipe, height, width, config, None).config
+    return _ScaleCrafter(pipe, height, width, config).config
 
 
 @contextmanager
@@ -113,18 +111,17 @@ def scalecrafter(
     width: int,
     *,
     config: ScaleCrafterConfig | None = None,
-    training_size: int | None = None,
 ) -> Iterator[None]:
     """Apply ScaleCrafter inside the `with` block, then restore what was there before.
 
     Args:
-        pipe, height, width, config, training_size: as in `apply_scalecrafter`.
+        pipe, height, width, config: as in `apply_scalecrafter`.
 
     Raises:
         TypeError, ValueError: as `apply_scalecrafter`.
     """
-    earlier = getattr(unwrapped(unet_of(pipe)), "_scalecrafter", None)
-    apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
+    earlier = getattr(unet_of(pipe).model, "_scalecrafter", None)
+    apply_scalecrafter(pipe, height, width, config=config)
     try:
         yield
     finally:
@@ -142,15 +139,17 @@ class _ScaleCrafter:
         height: int,
         width: int,
         config: ScaleCrafterConfig | None,
-        training_size: int | None,
     ) -> None:
-        unet = unwrapped(unet_of(pipe))
+        unet = unet_of(pipe).model
         if not hasattr(unet, "up_blocks"):
             raise TypeError(f"expected a UNet with up_blocks, but got {type(unet).__name__}.")
         factor = getattr(pipe, "vae_scale_factor", 8)
-        if training_size is None:
-            training_size = _sample_size(unet) * factor
-        check_int("training_size", training_size, 1)
+        sample_size = unet.config.sample_size
+        if not isinstance(sample_size, int):
+            raise ValueError(
+                f"sample_size={sample_size!r} in the UNet's config is not a training size."
+            )
+        training_size = sample_size * factor
         unit = math.lcm(8, factor)  # diffusers' pipelines take multiples of 8
         for name, side in (("height", height), ("width", width)):
             check_int(name, side, unit)
@@ -189,8 +188,9 @@ class _ScaleCrafter:
         self.in_damped_call = False
         self.handles: list[RemovableHandle] = []
 
-    def install(self, unet: nn.Module) -> None:
-        unwrapped(unet)._scalecrafter = self
+    def install(self, hosted: Hosted) -> None:
+        hosted.model._scalecrafter = self
+        unet = hosted.entrance
         self.handles = [unet.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
         if self.pipe is not None:
             self.handles.append(
@@ -310,12 +310,3 @@ def _is_pair(sample: Tensor) -> bool:
     if sample.is_cuda and torch.cuda.is_current_stream_capturing():
         return True  # capture forbids reads; the previous call was compared
     return torch.equal(*sample.tensor_split(2))
-
-
-def _sample_size(unet: UNet2DConditionModel) -> int:
-    size = unet.config.sample_size
-    if not isinstance(size, int):
-        raise ValueError(
-            f"sample_size={size!r} in the UNet's config is not a training size; pass training_size."
-        )
-    return size

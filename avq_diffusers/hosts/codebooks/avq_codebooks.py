@@ -3,7 +3,6 @@
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from avq_diffusers.codebook.tensor_files import (
     check_names,
     check_tensors,
     load_tensors,
+    read_config,
     tensor_digest,
 )
 from avq_diffusers.config import AVQConfig
@@ -31,7 +31,6 @@ from avq_diffusers.hosts.codebooks.stored import (
     PROJECTION_PARAMETERS,
     TENSOR_FILE,
     LayerCodebook,
-    check_config,
     check_own_codewords,
     key_of,
     located,
@@ -40,19 +39,6 @@ from avq_diffusers.hosts.core import LayerSpec, LayerWeights, check_specs
 from avq_diffusers.hosts.models import select_layers
 
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-# `DiffusionPipeline.from_pretrained` passes these to each of its models.
-PIPELINE_ARGUMENTS = (
-    "torch_dtype",
-    "device_map",
-    "max_memory",
-    "offload_folder",
-    "offload_state_dict",
-    "variant",
-    "use_safetensors",
-    "use_flashpack",
-    "low_cpu_mem_usage",
-    "disable_mmap",
-)
 # Arguments of `ModelMixin.save_pretrained`; other values would change the file names.
 SAVED_WITH = {
     "safe_serialization": True,
@@ -125,23 +111,13 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         )
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
-        """Build empty codebooks, like `ConfigMixin.from_config`.
-
-        Raises:
-            ValueError: `config` belongs to another class or has an unknown format version.
-        """
-        check_config(config)
-        return super().from_config(config, **kwargs)
-
-    @classmethod
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
         *,
         subfolder: str | None = None,
         dtype: torch.dtype = torch.float32,
-        **arguments: Any,
+        **hub_arguments: Any,
     ) -> "AVQCodebooks":
         """Load codebooks from a folder or from the Hub; reads safetensors files only.
 
@@ -149,33 +125,23 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             pretrained_model_name_or_path: folder or Hub id.
             subfolder: folder inside it.
             dtype: accepted as in every diffusers model; parameters stay in float32.
-            **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
-                `huggingface_hub.hf_hub_download`. Other arguments that diffusers' pipelines pass to
-                their models are ignored.
+            **hub_arguments: `revision`, `token`, `cache_dir`, `force_download` or
+                `local_files_only` of `huggingface_hub.hf_hub_download`.
 
         Raises:
             TypeError: an argument is unknown.
             FileNotFoundError: the folder or one of its files does not exist.
-            ValueError: an argument asks for a different file, or a file is damaged, has an unknown
-                format, or does not match its config.json.
+            ValueError: a file is damaged, has an unknown format, or does not match its config.json.
         """
-        for name in arguments:
-            if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
+        for name in hub_arguments:
+            if name not in HUB_ARGUMENTS:
                 raise TypeError(
                     f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
                     f"{name!r}."
                 )
-        if arguments.get("variant") is not None or arguments.get("use_safetensors") is False:
-            raise ValueError(
-                f"codebooks are one safetensors file without a variant, but got {arguments}."
-            )
-        hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
         place = str(pretrained_model_name_or_path)
         config_path = located(place, subfolder, CONFIG_FILE, hub_arguments)
-        try:
-            config = json.loads(config_path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
+        config = read_config(config_path, CLASS_NAME, FORMAT_VERSION)
         try:
             with torch.device("meta"):  # a damaged file may claim sizes that do not fit in memory
                 codebooks = cls.from_config(config)

@@ -34,7 +34,7 @@ from avq_diffusers.hosts.core import (
     run_examples,
     states_of_config,
 )
-from avq_diffusers.hosts.models import all_models_of, main_model, name_of
+from avq_diffusers.hosts.models import all_models_of, models_of, name_of
 
 
 def calibrate(
@@ -77,7 +77,7 @@ def calibrate(
             needs training.
         RuntimeError: AVQ cannot serve any call of a layer; the message says why.
     """
-    hosted = main_model(pipe if model is None else model)
+    hosted = models_of(pipe if model is None else model)[0]
     host = hosted.host
     if not host.takes_codebooks:
         raise TypeError(f"a {host.kind} has no codebooks: it takes codewords from its own keys.")

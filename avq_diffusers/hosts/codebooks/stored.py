@@ -29,23 +29,6 @@ PROJECTION_PARAMETERS = {
 }
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a config.json that is not one of codebooks.
-
-    Raises:
-        ValueError: it belongs to another class or has an unknown format version.
-    """
-    class_name = config.get("_class_name", CLASS_NAME)
-    if class_name != CLASS_NAME:
-        raise ValueError(f"expected the config of {CLASS_NAME}, but got one of {class_name}.")
-    version = config.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
-            f"{version}."
-        )
-
-
 def located(place: str, subfolder: str | None, file: str, hub_arguments: Mapping[str, Any]) -> Path:
     """A file of the folder or Hub id `place`."""
     name = os.path.expanduser(place)

@@ -7,7 +7,7 @@ from avq_diffusers.hosts.core.examples import (
     lacks_memory,
     run_examples,
 )
-from avq_diffusers.hosts.core.host import Host, Hosted, Other, Others, Watch
+from avq_diffusers.hosts.core.host import Host, Hosted, Other, Watch
 from avq_diffusers.hosts.core.installing import (
     CHANGES,
     all_or_nothing,
@@ -39,19 +39,14 @@ from avq_diffusers.hosts.core.schedules import (
     Plan,
     Schedule,
     SpecSchedule,
-    check_schedules,
     planned_specs,
-    refinable_parents,
     schedules_of,
     set_specs,
 )
 from avq_diffusers.hosts.core.sources import (
     CONFIG_FIELDS,
-    WITHOUT_CODEBOOKS,
     AVQSource,
-    StoredSource,
     check_known,
-    check_source,
     make_states,
     resolved_source,
     states_of_config,

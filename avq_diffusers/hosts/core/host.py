@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from diffusers import ModelMixin
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -42,9 +43,11 @@ class Host(ABC):
         takes_codebooks: whether layers may have stored codewords and changed projections.
         is_of_diffusers: whether diffusers' attention backends apply to its models.
         has_prompts: whether a pipeline runs the model on prompts; else it takes `pixel_values`.
+        watch: the hooks for a module that calls layers.
     """
 
     kind: str
+    watch: "type[Watch]"
     takes_codebooks = False
     is_of_diffusers = True
     has_prompts = True
@@ -54,9 +57,10 @@ class Host(ABC):
         """The argument of `apply_avq` with the examples that a tolerance is measured on."""
         return "prompt" if self.has_prompts else "pixel_values"
 
-    @abstractmethod
     def find(self, module: nn.Module) -> nn.Module | None:
         """The model of this kind in `module`, without wrappers; None if there is none."""
+        model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
+        return model if model is not None and self.layers(model) else None
 
     @abstractmethod
     def layers(self, model: nn.Module) -> list[Layer]:
@@ -111,10 +115,6 @@ class Host(ABC):
     def interception(self, state: LayerState, attn: Any) -> str | None:
         """What acts on attention scores and would bypass AVQ; None if nothing does."""
         return state.interception()
-
-    @abstractmethod
-    def watch(self, layers: Sequence[Layer], others: "Others") -> "Watch":
-        """The hooks for a module that calls these layers."""
 
 
 class Hosted(NamedTuple):

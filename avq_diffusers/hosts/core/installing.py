@@ -122,7 +122,7 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
             state.weights.move_to(device, dtype)
     others = Others(host, [*states])
     for caller, layers in by_caller.items():
-        hooks = vars(caller)[ATTRIBUTE] = Hooks(host.watch(layers, others))
+        hooks = vars(caller)[ATTRIBUTE] = Hooks(host.watch(host, layers, others))
         hooks.attach(caller)
     others.warn(stacklevel)
 

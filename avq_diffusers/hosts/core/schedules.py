@@ -79,15 +79,21 @@ def planned_specs(
 
 
 def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> None:
-    """Set the options of layers by timestep; others stay as they are.
+    """Set the options of a model's layers by timestep; others stay as they are.
+
+    Args:
+        hosted: the model.
+        schedules: of its layers; those of other models are left out.
 
     Raises:
         ValueError: options follow the timestep, but the model's calls have none.
     """
-    check_schedules(hosted, schedules)
+    own = {state: schedules[state] for state in hosted.states.values() if state in schedules}
+    if hosted.timesteps is None and any(len(schedule) > 1 for schedule in own.values()):
+        raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
     with CHANGES:
-        every = {**schedules_of(hosted), **schedules}
-        for state, schedule in schedules.items():
+        every = {**schedules_of(hosted), **own}
+        for state, schedule in own.items():
             state.set_spec(schedule[NUM_TRAIN_TIMESTEPS])
         if hosted.timesteps is None:
             return
@@ -100,22 +106,11 @@ def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> N
             delattr(hosted.model, ATTRIBUTE)
 
 
-def check_schedules(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> None:
-    """Refuse options that follow the timestep in a model whose calls have none."""
-    if hosted.timesteps is None and any(len(schedule) > 1 for schedule in schedules.values()):
-        raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
-
-
 def schedules_of(hosted: Hosted) -> dict[LayerState, SpecSchedule]:
     """The schedules of the layers whose options change during generation."""
     hooks = vars(hosted.model).get(ATTRIBUTE)
     scheduler = hooks.scheduler if isinstance(hooks, Hooks) else None
     return {} if scheduler is None else scheduler.schedules
-
-
-def refinable_parents(states: Mapping[LayerSpec, LayerState]) -> dict[str, int]:
-    """How many parents each layer can refine, by name: all of them, or 0 if it is flat."""
-    return {layer.name: state.config.most_refined for layer, state in states.items()}
 
 
 class Scheduler:

@@ -30,23 +30,6 @@ class StoredSource(Protocol):
 # Codewords from the keys of each call, or from codebooks.
 AVQSource: TypeAlias = AVQConfig | StoredSource
 CONFIG_FIELDS = frozenset(field.name for field in fields(AVQConfig))
-WITHOUT_CODEBOOKS = (
-    "a tolerance chooses sizes for codewords from the keys of each call; apply it without "
-    "codebooks."
-)
-
-
-def check_source(source: Any) -> None:
-    """Refuse anything AVQ cannot take codewords from.
-
-    Raises:
-        TypeError: `source` is neither codebooks, nor a configuration or its string, nor None.
-    """
-    if not isinstance(source, StoredSource | AVQConfig | str | None):
-        raise TypeError(
-            f"expected AVQCodebooks, an AVQConfig, a string such as 'M64C8T1e-4' or nothing, but "
-            f"got {type(source).__name__}."
-        )
 
 
 def resolved_source(
@@ -63,7 +46,11 @@ def resolved_source(
         TypeError: `source` has the wrong type, or codebooks come with fields.
         ValueError: a string is malformed, or a field is out of range.
     """
-    check_source(source)
+    if not isinstance(source, StoredSource | AVQConfig | str | None):
+        raise TypeError(
+            f"expected AVQCodebooks, an AVQConfig, a string such as 'M64C8T1e-4' or nothing, but "
+            f"got {type(source).__name__}."
+        )
     if isinstance(source, StoredSource):
         if config_fields:
             raise TypeError(

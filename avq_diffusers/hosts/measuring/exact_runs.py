@@ -1,41 +1,50 @@
 """Exact runs of a model on examples, with each call repeated with AVQ in some layers."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from avq_diffusers.config import AVQConfig, check_int
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.exact import exact_attention
+from avq_diffusers.attention.tensors import Attended, Tensors
+from avq_diffusers.config import AVQConfig, Spec, check_int
 from avq_diffusers.hosts.core import (
+    EXACT,
     NUM_TRAIN_TIMESTEPS,
     Hosted,
+    LayerSpec,
+    LayerState,
     Timesteps,
     at_timestep,
     checked_examples,
     installed,
+    kept_milliseconds,
     rounded_up,
     run_examples,
     starts_of_parts,
     states_of_config,
 )
-from avq_diffusers.hosts.measuring.allocation import THRESHOLDS
-from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Position, Repeat, Trial
+from avq_diffusers.hosts.measuring.allocation import THRESHOLDS, Floats
+from avq_diffusers.hosts.measuring.profile import LayerEffects, Measured
 from avq_diffusers.hosts.measuring.progress import Progress, Shown
 from avq_diffusers.hosts.models import models_of
 
 # Repeated calls with one layer in AVQ, over all layers.
 MOST_REPEATED = 512
 
-# Called after each call, with its model, what was measured in it and what repeats it.
-Visit: TypeAlias = Callable[[Hosted, list[MeasuredLayer], Repeat], None]
+# What layers run in a repeated call, by layer name; the rest run exact attention.
+Tried: TypeAlias = Mapping[str, Spec | None]
+# Repeats the current call and returns the squared relative error of its output.
+Repeat: TypeAlias = Callable[[Tried], float]
 
 
 class ExactRuns:
@@ -49,7 +58,13 @@ class ExactRuns:
 
     Attributes:
         ranks: the ranks that run the model together; None if it runs in one process.
-        position: where they are.
+        thresholds: what is tried, in this order.
+        num_probed: how often a call is repeated to probe the layers whose turn it is.
+        tried: what a repeated call tries; None in other calls, which run exact attention.
+        depth: number of open calls of models, one in the other.
+        turn: whose layers are probed in the current call.
+        start: the timestep at which the current part of the denoising begins.
+        example: index of the current example.
         numbers: the calls so far, by part of the denoising.
     """
 
@@ -96,55 +111,42 @@ class ExactRuns:
                 )
         # Denoising steps of a run, of which each calls the model once or more often.
         self.num_steps = num_inference_steps if self.host.has_prompts else 1
-        self.num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
-        bounds = sorted({self.num_steps * part // self.parts for part in range(self.parts + 1)})
-        self.steps_of_parts = [range(*pair) for pair in pairwise(bounds)]
-        num_repeated = len(THRESHOLDS) * len(self.examples) * self.num_steps * self.num_layers
-        most = len(self.examples) * min(map(len, self.steps_of_parts))
+        num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
+        self.thresholds = THRESHOLDS
+        num_repeated = len(THRESHOLDS) * len(self.examples) * self.num_steps * num_layers
+        most = len(self.examples) * max(1, self.num_steps // self.parts)
         # A layer is measured in one of this many calls of each part.
         self.turns = max(1, min(-(-num_repeated // MOST_REPEATED), most))
+        self.num_probed = len(THRESHOLDS) * -(-num_layers // self.turns)
 
-    def planned(self, repeated: int | None = None) -> list[list[int]]:
-        """The model calls by example and step, for `progress_over`.
+    def open_progress(self, name: str, *repeated: int) -> AbstractContextManager[None]:
+        """Show the progress of the runs inside the `with` block, by this name if none is given.
 
         Args:
-            repeated: how often each call is repeated; None to probe the layers whose turn it is.
+            name: what the bar says.
+            repeated: for each `follow`, how often it repeats a call.
         """
-
-        def calls(index: int) -> int:
-            probed = range(self.turn_of(index), self.num_layers, self.turns)
-            return 1 + (len(THRESHOLDS) * len(probed) if repeated is None else repeated)
-
-        return [
-            [
-                calls(example * len(part) + step)
-                for part in self.steps_of_parts
-                for step in range(len(part))
-            ]
-            for example in range(len(self.examples))
-        ]
-
-    def turn_of(self, index: int) -> int:
-        """Which layers' turn it is in the call of this index in a part: another each round."""
-        return (index + index // self.turns) % self.turns
-
-    def progress_over(self, runs: Sequence[Sequence[int]], name: str) -> Progress:
-        """The progress of the runs to follow, by this name if none is given."""
         shown = self.shown if self.ranks is None or self.ranks.is_first else False
-        self.progress = Progress(self.progress_name or name, runs, shown)
-        return self.progress
+        total = len(self.examples) * self.num_steps * sum(1 + number for number in repeated)
+        self.progress = Progress(self.progress_name or name, total, shown)
+        return self.progress.open()
 
-    def follow(self, visit: Visit, *, first_run: int = 0) -> dict[Hosted, list[MeasuredLayer]]:
+    def follow(
+        self, visit: Callable[[Hosted, list["MeasuredLayer"], Repeat], None], repeated: int
+    ) -> dict[Hosted, list["MeasuredLayer"]]:
         """Run all examples and visit each call.
 
         Args:
-            visit: called after each call.
-            first_run: number of the first example's run in the progress.
+            visit: called after each call, with its model, what was measured in it and what repeats
+                it.
+            repeated: how often `visit` repeats a call, for the progress.
 
         Returns:
             The layers of each model.
         """
-        self.position, self.numbers = Position(THRESHOLDS), Counter[int]()
+        self.tried: Tried | None = None
+        self.depth = self.turn = 0
+        self.start, self.numbers = NUM_TRAIN_TIMESTEPS, Counter[int]()
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with ExitStack() as stack:
@@ -153,22 +155,21 @@ class ExactRuns:
                 layers = measured[hosted] = []
                 for number, (layer, state) in enumerate(states.items()):
                     named = replace(layer, name=hosted.prefix + layer.name)
-                    layers.append(MeasuredLayer(named, state, self.position, number % self.turns))
-                    state.function = layers[-1].attend
+                    layers.append(MeasuredLayer(named, state, self, number % self.turns))
                 stack.enter_context(installed(hosted, states))
                 stack.enter_context(self._watched(hosted, partial(visit, hosted, layers)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            examples, steps = self._counted(first_run), self.num_inference_steps
+            examples, steps = self._counted(1 + repeated), self.num_inference_steps
             arguments = self.host, examples, steps, self.seed, self.arguments
             for _ in run_examples(self.pipe, *arguments):
                 pass
         return measured
 
-    def _counted(self, first_run: int) -> Iterator[Any]:
+    def _counted(self, calls_per_step: int) -> Iterator[Any]:
         for number, example in enumerate(self.examples):
-            self.position.example, self.step = number, -1
+            self.example, self.step = number, -1
             self.timestep: float | None = None  # what the last call told
-            self.progress.begin_run(first_run + number)
+            self.progress.begin_run(calls_per_step * self.num_steps)
             yield example
 
     @contextmanager
@@ -177,11 +178,11 @@ class ExactRuns:
 
         def leave(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             try:
-                if self.position.depth == 1 and output is not None:
+                if self.depth == 1 and output is not None:
                     self.progress.count_call()
                     visit(partial(self._repeat, partial(model, *args, **kwargs), output))
             finally:
-                self.position.depth -= 1
+                self.depth -= 1
 
         enter = partial(self._enter, hosted.timesteps)
         with (
@@ -190,13 +191,13 @@ class ExactRuns:
         ):
             yield
 
-    def _repeat(self, call: Callable[[], Any], exact: Any, trial: Trial) -> float:
+    def _repeat(self, call: Callable[[], Any], exact: Any, tried: Tried) -> float:
         """Repeat a call and return the squared relative error of its output."""
-        self.position.trial = trial
+        self.tried = tried
         try:
             pairs = [*zip(_tensors_of(call()), _tensors_of(exact), strict=True)]
         finally:
-            self.position.trial = None
+            self.tried = None
             self.progress.count_call()
         size = sum(float(x.square().sum()) for _, x in pairs)
         return sum(float((a - b).square().sum()) for a, b in pairs) / size if size else 0.0
@@ -204,27 +205,125 @@ class ExactRuns:
     def _enter(
         self, timesteps: Timesteps | None, model: nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        self.position.depth += 1
-        if self.position.depth > 1:
+        self.depth += 1
+        if self.depth > 1:
             return
         told = None if timesteps is None else timesteps.told(args, kwargs)
         if told is None or told != self.timestep:
             self.timestep, self.step = told, self.step + 1
-            steps = getattr(self.scheduler, "timesteps", None)
-            if told is None or steps is None:
-                self.progress.begin_step(self.step)
-            else:
-                self.progress.begin_step(self.step, len({*_left(steps.tolist(), told)}))
+            steps = max(self.num_steps, self.step + 1)
+            scheduled = getattr(self.scheduler, "timesteps", None)
+            if told is not None and scheduled is not None:
+                steps = self.step + len({*_left(scheduled.tolist(), told)})
+            self.progress.begin_step(self.step, steps)
         if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
                 if not self.numbers:
-                    steps = _left(self.scheduler.timesteps.tolist(), timestep)
-                    self.starts = {start: start for start in starts_of_parts(steps, self.parts)}
-                self.position.start = at_timestep(self.starts, timestep)
-        start = self.position.start
-        self.position.turn = self.turn_of(self.numbers[start])
-        self.numbers[start] += 1
+                    left = _left(self.scheduler.timesteps.tolist(), timestep)
+                    self.starts = {start: start for start in starts_of_parts(left, self.parts)}
+                self.start = at_timestep(self.starts, timestep)
+        number = self.numbers[self.start]
+        self.turn = (number + number // self.turns) % self.turns  # another each round
+        self.numbers[self.start] += 1
+
+
+class MeasuredLayer:
+    """A layer during exact runs: what thresholds do to the model's output, and what they cost.
+
+    Args:
+        layer: name, level and head shape.
+        state: the layer's state during the measurement.
+        runs: the runs, which tell the position.
+        turn: probes the layer in the calls of this turn.
+    """
+
+    def __init__(self, layer: LayerSpec, state: LayerState, runs: ExactRuns, turn: int) -> None:
+        self.layer = LayerSpec(**layer.stored)
+        self.state, self.runs, self.turn = state, runs, turn
+        self.spec = state.config.spec
+        self.num_tokens = 0  # in the first call
+        self.exact_time = 0.0  # in the first call
+        self.is_timed = False  # whether times are milliseconds, else billions of operations
+        self.is_served = False  # whether AVQ can run in the current call
+        self.is_probed = False  # whether the current call measures columns and time
+        self.seen = 0.0, 0.0  # columns and share of exact attention's time of the last one
+        # Per part, a (3, T) array of squared effects and of what was seen for each probed call.
+        self.probes: dict[int, list[Floats]] = defaultdict(list)
+        state.function = self.attend
+
+    def attend(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
+        """Exact attention in place of AVQ, or what a repeated call tries.
+
+        Raises:
+            ValueError: the attention output has NaN or infinity.
+        """
+        tried = self.runs.tried
+        own = None if tried is None else tried.get(self.layer.name)
+        if own is not None:
+            found = attend(tensors, own)
+            if self.is_probed and found.shown is not None:
+                columns = float(found.shown.float().sum(dim=-1).mean())
+                time = self._time(tensors, columns, own)
+                self.seen = columns, time / self._time(tensors, tensors.key.shape[2], None)
+            return found
+        exact = Attended(exact_attention(tensors), EXACT)
+        if tried is None and self.runs.depth == 1:
+            if not exact.output.isfinite().all():
+                raise ValueError(
+                    f"the attention of {self.layer.name} returns NaN or infinity; measure a model "
+                    f"and dtype whose output is finite."
+                )
+            if not self.num_tokens:
+                self.num_tokens, self.is_timed = tensors.key.shape[2], tensors.key.is_cuda
+                self.exact_time = self._time(tensors, self.num_tokens, None)
+            self.is_served = tensors.key.shape[2] >= self.spec.least_keys
+        return exact
+
+    def probe(self, repeat: Repeat) -> None:
+        """Measure each threshold in the current call, if it is the layer's turn."""
+        is_served, self.is_served = self.is_served, False
+        if not is_served or self.runs.turn != self.turn:
+            return
+        found = []
+        self.is_probed = True
+        for threshold in self.runs.thresholds:
+            squared = repeat({self.layer.name: self.spec.changed(threshold=threshold)})
+            found.append((squared, *self.seen))
+        self.is_probed = False
+        self.probes[self.runs.start].append(np.array(found).T)
+
+    def effects(self, starts: Iterable[int], called: float) -> LayerEffects:
+        """What was measured.
+
+        Args:
+            starts: the parts. One in which the layer was not measured gets the others combined.
+            called: share of calls that went to the layer's model.
+
+        Raises:
+            RuntimeError: the layer did not run.
+        """
+        if self.state.last_call is None:
+            raise RuntimeError(f"{self.layer.name} did not run.")
+        every = [probe for probes in self.probes.values() for probe in probes]
+        parts = {}
+        for start in starts if every else ():
+            squared, columns, shares = np.mean(self.probes.get(start, every), axis=0)
+            rows = (called * squared) ** 0.5, columns, called * self.exact_time * shares
+            parts[start] = Measured(*([float(f"{x:.4g}") for x in row] for row in rows))
+        return LayerEffects(self.layer, max(1, self.num_tokens), called * self.exact_time, parts)
+
+    def _time(self, tensors: Tensors, columns: float, spec: Spec | None) -> float:
+        """The time of exact attention, or of AVQ that shows this many columns on average."""
+        key = tensors.key
+        if not key.is_cuda:
+            # AVQ also compares each key with the parents and with the children of one.
+            compared = 0 if spec is None else spec.num_parents + spec.num_children
+            return 4e-9 * key.numel() * (columns + compared)
+        call = partial(exact_attention if spec is None else partial(attend, spec=spec), tensors)
+        what = EXACT if spec is None else f"{spec.long_name}, {columns:.2g} columns"
+        name = f"{what}, {tuple(key.shape)} keys in {str(key.dtype).removeprefix('torch.')}"
+        return kept_milliseconds(name, key.device, call)
 
 
 def _left(steps: list[float], timestep: float) -> list[float]:

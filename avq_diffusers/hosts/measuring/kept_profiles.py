@@ -13,7 +13,7 @@ from platformdirs import user_cache_path
 from torch import Tensor, nn
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.core import Hosted, installed
+from avq_diffusers.hosts.core import Hosted, LayerSpec, installed
 from avq_diffusers.hosts.measuring.profile import ErrorProfile
 
 # Seconds to wait for another process that writes a profile.
@@ -70,8 +70,8 @@ class KeptProfile:
                 [repr(config), _device(pipe, models), ranks, given, sampler, modules]
             )
 
-    def load(self, examples: Any = None) -> ErrorProfile | None:
-        """The profile measured on these examples, or without examples the model's latest one.
+    def load(self, layers: Sequence[LayerSpec], examples: Any = None) -> ErrorProfile | None:
+        """The profile of these layers measured on these examples, or without examples the latest.
 
         None if no readable one exists; then it is measured again.
         """
@@ -80,7 +80,9 @@ class KeptProfile:
         try:
             measured_on = "*" if examples is None else _digest(examples)
             found = self.folder.glob(f"{self.name}-{measured_on}.json")
-            return ErrorProfile.load(max(found, key=lambda path: path.stat().st_mtime_ns))
+            profile = ErrorProfile.load(max(found, key=lambda path: path.stat().st_mtime_ns))
+            profile.check_layers(layers)
+            return profile
         except (OSError, ValueError):
             return None
 

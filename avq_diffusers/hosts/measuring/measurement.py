@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core import AVQ_CALL, Hosted, agreed, at_timestep
 from avq_diffusers.hosts.measuring.allocation import MILLISECONDS, OPERATIONS, Choice
-from avq_diffusers.hosts.measuring.exact_runs import ExactRuns
-from avq_diffusers.hosts.measuring.measured_layer import MeasuredLayer, Repeat
+from avq_diffusers.hosts.measuring.exact_runs import ExactRuns, MeasuredLayer, Repeat
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, Part
 from avq_diffusers.hosts.measuring.progress import Shown
 
@@ -91,12 +90,11 @@ def measure_error(
         progress_name=progress_name,
         **arguments,
     )
-    probing = runs.planned()
-    with runs.progress_over(probing + runs.planned(1), "measuring layers").open():
+    with runs.open_progress("measuring layers", runs.num_probed, 1):
         single = _single_layers(runs)
         profile = agreed(runs.ranks, lambda: single)  # times differ between ranks
         checked = profile.within(CHECKED)
-        (errors,) = _errors_of(runs, [checked.choices], len(probing))
+        (errors,) = _errors_of(runs, [checked.choices])
     measured = {}
     for start, part in profile.parts.items():
         largest = max(error.get(start, 0.0) for error in errors)
@@ -129,7 +127,7 @@ def output_errors(
         TypeError, ValueError, RuntimeError: as `measure_error`.
     """
     runs = ExactRuns(pipe, examples, config, **arguments)
-    with runs.progress_over(runs.planned(len(plans)), "measuring output errors").open():
+    with runs.open_progress("measuring output errors", len(plans)):
         errors = _errors_of(runs, plans)
     return [[max(of_parts.values()) for of_parts in of_plan] for of_plan in errors]
 
@@ -140,12 +138,12 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
     models: Counter[Hosted] = Counter()
 
     def visit(hosted: Hosted, layers: list[MeasuredLayer], repeat: Repeat) -> None:
-        starts[runs.position.start] += 1
+        starts[runs.start] += 1
         models[hosted] += 1
         for layer in layers:
             layer.probe(repeat)
 
-    measured = runs.follow(visit)
+    measured = runs.follow(visit, runs.num_probed)
     total = max(1, starts.total())
     found = {
         layer: layer.effects(starts, models[hosted] / total)
@@ -162,23 +160,19 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
         )
     parts = {start: Part(number / total) for start, number in starts.items()}
     unit = MILLISECONDS if any(layer.is_timed for layer in found) else OPERATIONS
-    return ErrorProfile(runs.config, tuple(found.values()), parts, runs.position.thresholds, unit)
+    return ErrorProfile(runs.config, tuple(found.values()), parts, runs.thresholds, unit)
 
 
-def _errors_of(
-    runs: ExactRuns, plans: Sequence[Plan], first_run: int = 0
-) -> list[list[dict[int, float]]]:
+def _errors_of(runs: ExactRuns, plans: Sequence[Plan]) -> list[list[dict[int, float]]]:
     """The output error per plan, example and part."""
     squared: dict[tuple[int, int, int], list[float]] = defaultdict(list)
 
     def visit(hosted: Hosted, layers: list[MeasuredLayer], repeat: Repeat) -> None:
         for number, plan in enumerate(plans):
-            trial = {
-                name: at_timestep(parts, runs.position.start).spec for name, parts in plan.items()
-            }
-            squared[number, runs.position.example, runs.position.start].append(repeat(trial))
+            tried = {name: at_timestep(parts, runs.start).spec for name, parts in plan.items()}
+            squared[number, runs.example, runs.start].append(repeat(tried))
 
-    runs.follow(visit, first_run=first_run)
+    runs.follow(visit, len(plans))
     errors: list[list[dict[int, float]]] = [[{} for _ in runs.examples] for _ in plans]
     for (number, example, start), values in squared.items():
         errors[number][example][start] = (sum(values) / len(values)) ** 0.5

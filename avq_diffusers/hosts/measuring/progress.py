@@ -1,8 +1,7 @@
 """One progress bar for all runs of a measurement, with a total known before the first."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TypeAlias
 
 from tqdm import tqdm
@@ -19,18 +18,14 @@ class Progress:
 
     Args:
         name: what the bar says.
-        runs: the model calls planned in each run of the model, by denoising step.
+        total: the model calls planned in all runs.
         shown: as in `measure_error`.
     """
 
-    def __init__(self, name: str, runs: Sequence[Sequence[int]], shown: Shown) -> None:
-        self.name, self.shown = name, shown
-        ends = [*accumulate((calls for steps in runs for calls in steps), initial=0)]
-        self.total = ends[-1]
-        firsts = accumulate(map(len, runs), initial=0)
-        # Calls done before each step of a run, and after its last.
-        self.bounds = [ends[x : x + len(steps) + 1] for x, steps in zip(firsts, runs, strict=False)]
-        self.done = self.run = 0
+    def __init__(self, name: str, total: int, shown: Shown) -> None:
+        self.name, self.total, self.shown = name, total, shown
+        self.done = 0
+        self.first = self.end = 0  # planned calls before the current run, and at its end
         self.limit = 0  # at the end of the current step
 
     @contextmanager
@@ -42,18 +37,16 @@ class Progress:
             yield
             self._reach(self.total)
 
-    def begin_run(self, run: int) -> None:
-        """Enter a run; those before it that did not take place count as done."""
-        self.run = run
-        self.begin_step(0)
+    def begin_run(self, calls: int) -> None:
+        """Enter the next run, of this many planned calls."""
+        self.first, self.end = self.end, self.end + calls
+        self._reach(self.first)
 
-    def begin_step(self, done: int, left: int | None = None) -> None:
-        """Enter a step of the run, after `done` others and with `left` to do, None as planned."""
-        bounds = self.bounds[self.run]
-        planned = len(bounds) - 1
-        steps = done + (max(1, planned - done) if left is None else left)
-        self._reach(bounds[done * planned // steps])
-        self.limit = bounds[-(-(done + 1) * planned // steps)]
+    def begin_step(self, done: int, steps: int) -> None:
+        """Enter a step of the run, after `done` others of `steps`."""
+        calls = self.end - self.first
+        self._reach(self.first + calls * done // steps)
+        self.limit = self.first + -(-calls * (done + 1) // steps)
 
     def count_call(self) -> None:
         """Note that a model call is done."""

@@ -5,11 +5,9 @@ from avq_diffusers.hosts.models.registry import (
     AnyModel,
     all_models_of,
     has_unet,
-    main_model,
     models_of,
     name_of,
     select_layers,
     unet_of,
-    unwrapped,
 )
 from avq_diffusers.hosts.models.unet import UNET, AVQProcessor, prepare

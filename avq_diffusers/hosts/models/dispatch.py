@@ -9,13 +9,11 @@ Under Ulysses context parallelism the backend is the operator of diffusers' own 
 exchanges tokens for heads: AVQ gets all tokens of some heads.
 """
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
@@ -45,7 +43,6 @@ from avq_diffusers.hosts.core import (
     Layer,
     LayerState,
     Other,
-    Others,
     PerThread,
     Ranks,
     TimestepArgument,
@@ -77,7 +74,25 @@ AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ_LAYER", "avq_layer"
 AVQ_BACKEND.__deepcopy__ = lambda memo: AVQ_BACKEND  # Python 3.10 would look up a member
 
 
-class Previous(NamedTuple):
+class _AttentionCall(NamedTuple):
+    """The arguments of PyTorch's attention, and of diffusers' dispatch."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Any = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all queries see all keys that no mask hides."""
+        return not (self.dropout_p or self.is_causal or self.enable_gqa)
+
+
+class Dispatched(NamedTuple):
     """A layer's processor before AVQ, which stays in place.
 
     Attributes:
@@ -145,9 +160,9 @@ def _avq_attention(
     _parallel_config: Any = None,
 ) -> Tensor:
     """What the dispatch calls, with tensors (B, N, H, D)."""
-    is_plain = not (dropout_p or is_causal or enable_gqa)
+    call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     state = _present.get()
-    if state is not None and is_plain and is_ulysses(_parallel_config):
+    if state is not None and call.is_plain and is_ulysses(_parallel_config):
         # Exact attention, too: the ranks exchange tokens alike, whatever each of them runs.
         return _templated_context_parallel_attention(
             query,
@@ -159,21 +174,11 @@ def _avq_attention(
             backward_op=_ulysses_backward,
             _parallel_config=_parallel_config,
         )
-    output = _attend(query, key, value, attn_mask, scale, is_plain)
+    output = _attend(call)
     if output is not None:
         return output
-    return dispatch_attention_fn(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        backend=None if state is None else state.previous.backend,
-        parallel_config=_parallel_config,
-    )
+    backend = None if state is None else state.previous.backend
+    return dispatch_attention_fn(*call, backend=backend, parallel_config=_parallel_config)
 
 
 def _ulysses_forward(
@@ -210,52 +215,31 @@ def _ulysses_backward(ctx: Any, grad_output: Tensor, *others: Any, **options: An
 
 
 class _InPlaceOfTorch(TorchFunctionMode):
-    """Runs AVQ in layers that call PyTorch's attention."""
+    """Runs AVQ in layers that call PyTorch's attention, with tensors (B, H, N, D)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, output = kwargs or {}, None
         if func is F.scaled_dot_product_attention:
-            output = _avq_in_place_of_torch(*args, **kwargs)
-        return func(*args, **kwargs) if output is None else output
+            call = _AttentionCall(*args, **kwargs)
+            query, key, value = (x.transpose(1, 2) for x in call[:3])
+            output = _attend(call._replace(query=query, key=key, value=value))
+        return func(*args, **kwargs) if output is None else output.transpose(1, 2)
 
 
 _IN_PLACE_OF_TORCH = _InPlaceOfTorch()
 
 
-def _avq_in_place_of_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """AVQ for tensors (B, H, N, D); None if the call runs exact attention."""
-    is_plain = not (dropout_p or is_causal or enable_gqa)
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    output = _attend(query, key, value, attn_mask, scale, is_plain)
-    return None if output is None else output.transpose(1, 2)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    scale: float | None,
-    is_plain: bool,
-) -> Tensor | None:
+def _attend(attention: _AttentionCall) -> Tensor | None:
     """AVQ for the current layer's call, (B, N, H, D); None if it runs exact attention."""
     state = _present.get()
     if state is None:
         return None
     if not torch.compiler.is_compiling():
         _attended.set(True)
+    query, key, value, mask, *_, scale, _ = attention
     grid, call = _grid(state, key), state.call.get()
     joined = None if call is None else call.joined
-    reason = _exact_because(state, query, key, grid, is_plain)
+    reason = _exact_because(state, query, key, grid, attention.is_plain)
     if reason is None and joined is not None:
         query, key, value = (x[:, joined.indices] for x in (query, key, value))
         if isinstance(mask, Tensor) and mask.shape[-1] == key.shape[1]:
@@ -338,6 +322,58 @@ def _grid(state: LayerState, key: Tensor) -> slice:
     return slice(start, start + num_keys - num_beside)
 
 
+class TransformerWatch(Watch):
+    """The hooks of a transformer, outside compiled code, which cannot read positions."""
+
+    @torch.compiler.disable(reason=READS_THE_GRID)
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        family = _family(caller)
+        assert family is not None
+        arguments = named_arguments(type(caller), args, kwargs)
+        tokens = family.hidden_states(arguments)
+        grid = NO_VALUES if tokens.is_meta else family.read(caller.config, arguments)
+        ranks, beside = self.host.ranks(caller), {"": 0}
+        if ranks is not None:
+            share_verdict(ranks, tokens.device)
+            grid = RING if ranks.kind == RING else grid
+        if not isinstance(grid, str):
+            beside = family.num_beside(arguments, prod(grid))
+        self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside_first, ranks))
+
+
+class _DispatchWatch(TransformerWatch):
+    """The hooks of a transformer and of each of its layers."""
+
+    def attach(self, caller: Any) -> list[Any]:
+        # Includes other layers that share a processor with an AVQ layer. No hooks after layers:
+        # compiled code would get a graph for each.
+        of_layers, chosen = [], {layer.attn for layer in self.layers}
+        for attn in caller.modules():
+            if _backend_of(attn) is AVQ_BACKEND or attn in chosen:
+                of_layers.append(attn.register_forward_pre_hook(_begin))
+            if attn in chosen and not getattr(attn, ATTRIBUTE).previous.is_dispatched:
+                of_layers.append(attn.register_forward_hook(_end, always_call=True))
+        return [*super().attach(caller), *of_layers]
+
+    def end(self, caller: nn.Module, args: Any, output: Any) -> None:
+        super().end(caller, args, output)
+        _present.set(None)
+        if torch.compiler.is_compiling():
+            return
+        states = [layer.avq_state for layer in self.layers]
+        if any(state is not None and state.bypassed_by is not None for state in states):
+            self.others.warn()
+
+
+class _BlockWatch(_DispatchWatch):
+    """The hooks of a UNet's block; the block's input is the grid."""
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        grid, dtype = hidden_states.shape[-2:], self.layers[0].anchor.weight.dtype
+        self.enter(caller, Tokens(hidden_states, dtype, grid, {"": REST}, beside_first=True))
+
+
 class DispatchHost(Host):
     """Self-attention and joint attention of image and video transformers.
 
@@ -345,15 +381,12 @@ class DispatchHost(Host):
     """
 
     kind = "transformer"
-
-    def find(self, module: nn.Module) -> ModelMixin | None:
-        model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
-        is_known = model is not None and _family(model) is not None and self.layers(model)
-        return model if is_known else None
+    watch = _DispatchWatch
 
     def layers(self, model: nn.Module) -> list[Layer]:
         family = _family(model)
-        assert family is not None
+        if family is None:
+            return []
         return [
             Layer(own_name(path), 0, *_head_shape(x), x, model, model, model)
             for path, x in model.named_modules()
@@ -367,10 +400,10 @@ class DispatchHost(Host):
     def ranks(self, model: nn.Module) -> Ranks | None:
         return ranks_of(model)
 
-    def attention_of(self, attn: Any) -> Previous:
+    def attention_of(self, attn: Any) -> Dispatched:
         processor, name = attn.processor, "_attention_backend"
         is_own = name in vars(processor)
-        return Previous(processor, hasattr(processor, name), _backend_of(attn), is_own)
+        return Dispatched(processor, hasattr(processor, name), _backend_of(attn), is_own)
 
     def give_avq(self, attn: Any, state: LayerState) -> None:
         if not state.previous.is_dispatched:
@@ -400,51 +433,6 @@ class DispatchHost(Host):
             return Other(type(processor).__name__, False)
         return Other(f"attention backend {backend.value}", True)
 
-    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return TransformerWatch(self, layers, others)
-
-
-class TransformerWatch(Watch):
-    """The hooks of a transformer and of each of its layers.
-
-    They stay outside compiled code, which cannot read positions from the device.
-    """
-
-    def attach(self, caller: Any) -> list[Any]:
-        # Includes other layers that share a processor with an AVQ layer. No hooks after layers:
-        # compiled code would get a graph for each.
-        of_layers, chosen = [], {layer.attn for layer in self.layers}
-        for attn in caller.modules():
-            if _backend_of(attn) is AVQ_BACKEND or attn in chosen:
-                of_layers.append(attn.register_forward_pre_hook(_begin))
-            if attn in chosen and not getattr(attn, ATTRIBUTE).previous.is_dispatched:
-                of_layers.append(attn.register_forward_hook(_end, always_call=True))
-        return [*super().attach(caller), *of_layers]
-
-    @torch.compiler.disable(reason=READS_THE_GRID)
-    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        family = _family(caller)
-        assert family is not None
-        arguments = named_arguments(type(caller), args, kwargs)
-        tokens = family.hidden_states(arguments)
-        grid = NO_VALUES if tokens.is_meta else family.read(caller.config, arguments)
-        ranks, beside = self.host.ranks(caller), {"": 0}
-        if ranks is not None:
-            share_verdict(ranks, tokens.device)
-            grid = RING if ranks.kind == RING else grid
-        if not isinstance(grid, str):
-            beside = family.num_beside(arguments, prod(grid))
-        self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside_first, ranks))
-
-    def end(self, caller: nn.Module, args: Any, output: Any) -> None:
-        super().end(caller, args, output)
-        _present.set(None)
-        if torch.compiler.is_compiling():
-            return
-        states = [layer.avq_state for layer in self.layers]
-        if any(state is not None and state.bypassed_by is not None for state in states):
-            self.others.warn()
-
 
 DISPATCH = DispatchHost()
 
@@ -457,10 +445,7 @@ class AddedHost(DispatchHost):
     """
 
     kind = "UNet"
-
-    def find(self, module: nn.Module) -> ModelMixin | None:
-        model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
-        return model if model is not None and self.layers(model) else None
+    watch = _BlockWatch
 
     def layers(self, model: nn.Module) -> list[Layer]:
         found = []
@@ -474,18 +459,6 @@ class AddedHost(DispatchHost):
                     )
                     found.append(layer)
         return found
-
-    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return _BlockWatch(self, layers, others)
-
-
-class _BlockWatch(TransformerWatch):
-    """The hooks of a block; the block's input is the grid."""
-
-    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        grid, dtype = hidden_states.shape[-2:], self.layers[0].anchor.weight.dtype
-        self.enter(caller, Tokens(hidden_states, dtype, grid, {"": REST}, beside_first=True))
 
 
 ADDED = AddedHost()

@@ -347,6 +347,7 @@ FAMILIES = (
     ),
     Family(("HeliosTransformer3DModel",), latent_grid, _rest, beside_first=True, parts=("blocks",)),
     # Latents before text
+    Family(("SD3Transformer2DModel", "SD3ControlNetModel"), latent_grid, TEXT),
     Family(
         (
             *("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"),

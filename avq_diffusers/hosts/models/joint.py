@@ -3,11 +3,9 @@
 Image keys are quantized, text keys are sinks. Image and text queries attend to both.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
 from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
@@ -15,18 +13,13 @@ from torch import Tensor, nn
 from avq_diffusers.hosts.core import (
     ATTRIBUTE,
     AVQ_CALL,
-    Host,
     Layer,
     LayerState,
-    Other,
-    Others,
-    Tokens,
-    Watch,
     as_attended,
-    named_arguments,
     own_name,
 )
-from avq_diffusers.hosts.models.grids import READS_THE_GRID, TEXT, latent_grid
+from avq_diffusers.hosts.models.dispatch import TransformerWatch
+from avq_diffusers.hosts.models.processors import ProcessorHost
 
 
 class AVQJointProcessor(JointAttnProcessor2_0):
@@ -53,10 +46,12 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         state.count(reason or AVQ_CALL)
         if reason is not None:
             return super().__call__(attn, hidden_states, encoder_hidden_states)
-        query, key, value = _image_heads(attn, hidden_states)
+        query, key, value = _heads(attn, hidden_states, "to_{}", "norm_{}")
         if encoder_hidden_states is None:
             return _project(attn, _merged(state.attend(query, key, value)))
-        text_query, text_key, text_value = _text_heads(attn, encoder_hidden_states)
+        text_query, text_key, text_value = _heads(
+            attn, encoder_hidden_states, "add_{}_proj", "norm_added_{}"
+        )
         query = _joined(query, text_query)
         attended = state.attend(query, key, value, sink_key=text_key, sink_value=text_value)
         image, text = (_merged(x) for x in attended.split([key.shape[2], text_key.shape[2]], dim=2))
@@ -65,30 +60,14 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         return _project(attn, image), text
 
 
-def _image_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:
-    return _heads(
-        attn,
-        (attn.to_q(hidden_states), attn.norm_q),
-        (attn.to_k(hidden_states), attn.norm_k),
-        (attn.to_v(hidden_states), None),
-    )
-
-
-def _text_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:
-    return _heads(
-        attn,
-        (attn.add_q_proj(hidden_states), attn.norm_added_q),
-        (attn.add_k_proj(hidden_states), attn.norm_added_k),
-        (attn.add_v_proj(hidden_states), None),
-    )
-
-
-def _heads(attn: Attention, *projected: tuple[Tensor, Any]) -> list[Tensor]:
+def _heads(attn: Attention, hidden_states: Tensor, projection: str, norm: str) -> list[Tensor]:
     """Normed queries, keys and values (B, H, N, D), in the dtype PyTorch would attend in."""
     heads = []
-    for tokens, norm in projected:
+    for name in "qkv":
+        tokens = getattr(attn, projection.format(name))(hidden_states)
         tokens = tokens.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-        heads.append(as_attended(tokens if norm is None else norm(tokens)))
+        own_norm = getattr(attn, norm.format(name), None)  # values have none
+        heads.append(as_attended(tokens if own_norm is None else own_norm(tokens)))
     return heads
 
 
@@ -105,16 +84,13 @@ def _project(attn: Attention, image: Tensor) -> Tensor:
     return attn.to_out[1](attn.to_out[0](image))
 
 
-class JointHost(Host):
+class JointHost(ProcessorHost):
     """The joint attention and the image-only attention of SD3's blocks."""
 
     kind = "transformer"
-
-    def find(self, module: nn.Module) -> ModelMixin | None:
-        model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
-        if model is None or not any(isinstance(x, JointTransformerBlock) for x in model.modules()):
-            return None
-        return model
+    watch = TransformerWatch
+    ours = AVQJointProcessor()
+    usual = JointAttnProcessor2_0
 
     def layers(self, model: nn.Module) -> list[Layer]:
         joint = {
@@ -129,46 +105,8 @@ class JointHost(Host):
             if x in joint
         ]
 
-    def attention_of(self, attn: Attention) -> Any:
-        return attn.processor
-
-    def give_avq(self, attn: Attention, state: LayerState) -> None:
-        if type(attn.processor) is JointAttnProcessor2_0:
-            attn.set_processor(_PROCESSOR)
-
-    def restore(self, attn: Attention, own: LayerState) -> None:
-        if isinstance(attn.processor, AVQJointProcessor):
-            attn.set_processor(own.previous)
-
-    def tidy(self, model: nn.Module) -> None:
-        for attn in model.modules():
-            if isinstance(attn, Attention) and isinstance(attn.processor, AVQJointProcessor):
-                attn.set_processor(JointAttnProcessor2_0())
-
-    def other_attention(self, layer: Layer) -> Other | None:
-        processor = layer.attn.processor
-        if isinstance(processor, AVQJointProcessor):
-            return None
-        return Other(type(processor).__name__, type(processor) is JointAttnProcessor2_0)
-
-    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return _TransformerWatch(self, layers, others)
-
-
-class _TransformerWatch(Watch):
-    """The hooks of an SD3 transformer; its input is the latents."""
-
-    @torch.compiler.disable(reason=READS_THE_GRID)
-    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = named_arguments(type(caller), args, kwargs)
-        hidden_states = arguments["hidden_states"]
-        grid = latent_grid(caller.config, arguments)
-        num_text = TEXT(arguments, 0)[""]
-        # "attn2" first: "attn" begins its name, too.
-        names = [layer.name for layer in reversed(self.layers)]
-        beside = {name: 0 if name.endswith("attn2") else num_text for name in names}
-        self.enter(caller, Tokens(hidden_states, hidden_states.dtype, grid, beside))
+    def is_plain(self, processor: Any) -> bool:
+        return type(processor) is JointAttnProcessor2_0
 
 
 JOINT = JointHost()
-_PROCESSOR = AVQJointProcessor()

@@ -90,21 +90,12 @@ def all_models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
 
 def name_of(pipe: DiffusionPipeline | nn.Module) -> str | None:
     """The Hub id or folder a pipeline or model was loaded from."""
-    owner = main_model(pipe).model if isinstance(pipe, nn.Module) else pipe
+    owner = models_of(pipe)[0].model if isinstance(pipe, nn.Module) else pipe
     return getattr(getattr(owner, "config", None), "_name_or_path", None)
 
 
-def main_model(pipe: DiffusionPipeline | nn.Module) -> Hosted:
-    """The first of `models_of`.
-
-    Raises:
-        TypeError: AVQ knows no model of `pipe`.
-    """
-    return models_of(pipe)[0]
-
-
-def unet_of(pipe: DiffusionPipeline | nn.Module) -> Any:
-    """The UNet of a pipeline or in a module, with its `torch.compile` wrapper if it has one.
+def unet_of(pipe: DiffusionPipeline | nn.Module) -> Hosted:
+    """The UNet of a pipeline or in a module, wrapped or not.
 
     Raises:
         TypeError: `pipe` has no UNet, or several.
@@ -117,7 +108,7 @@ def unet_of(pipe: DiffusionPipeline | nn.Module) -> Any:
             f"expected a pipeline with a unet, or a UNet with down_blocks, but got "
             f"{type(what).__name__}."
         )
-    return entrance_of(module, model)
+    return Hosted(UNET, model, entrance_of(module, model), "")
 
 
 def has_unet(pipe: DiffusionPipeline | nn.Module) -> bool:
@@ -126,16 +117,7 @@ def has_unet(pipe: DiffusionPipeline | nn.Module) -> bool:
     Raises:
         TypeError: `pipe` has no model that AVQ knows.
     """
-    return main_model(pipe).host is UNET
-
-
-def unwrapped(module: nn.Module) -> Any:
-    """The model that owns the layers, without wrappers such as those of PEFT, FSDP or a compiler.
-
-    Raises:
-        TypeError: no model in `module` has layers, or several have.
-    """
-    return main_model(module).model
+    return models_of(pipe)[0].host is UNET
 
 
 def select_layers(
@@ -160,5 +142,5 @@ def select_layers(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model, but got {type(model).__name__}.")
-    hosted = main_model(model)
+    hosted = models_of(model)[0]
     return chosen_layers(hosted.host.layers(hosted.model), levels, exact, overrides)

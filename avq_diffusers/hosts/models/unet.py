@@ -5,17 +5,15 @@ serves all layers, survives tools that rebuild processors as `type(processor)()`
 without a guard per layer.
 """
 
-import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import ModelMixin, Transformer2DModel
 from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 from diffusers.models.attention_processor import (
     Attention,
-    AttentionProcessor,
     AttnProcessor,
     AttnProcessor2_0,
     AttnProcessorNPU,
@@ -43,12 +41,9 @@ from avq_diffusers.hosts.core import (
     CHANGES,
     CONFIG_FIELDS,
     AVQSource,
-    Host,
     Hosted,
     Layer,
     LayerState,
-    Other,
-    Others,
     Tokens,
     Watch,
     all_or_nothing,
@@ -61,6 +56,7 @@ from avq_diffusers.hosts.core import (
     project,
     resolved_source,
 )
+from avq_diffusers.hosts.models.processors import Previous, ProcessorHost
 
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
 # Their self-attention is exact. Subclasses may do something else.
@@ -92,19 +88,6 @@ UNPREPARED = (
 )
 NO_LAYERS = "AVQ runs in the self-attention of a UNet's spatial transformers, but this {} has none."
 OTHER_SCORES = "get_attention_scores is replaced"
-
-
-class Previous(NamedTuple):
-    """The processor of a layer before AVQ, which serves the calls that AVQ does not.
-
-    Attributes:
-        takes_temb: whether it takes the embedding of the timestep.
-        is_plain: whether its self-attention is exact attention.
-    """
-
-    processor: AttentionProcessor
-    takes_temb: bool
-    is_plain: bool
 
 
 class AVQProcessor(AttnProcessor2_0):
@@ -256,11 +239,24 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
     return output
 
 
-class UNetHost(Host):
+class _SpatialWatch(Watch):
+    """The hooks of a `Transformer2DModel`; its input is the grid."""
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        # The norm's dtype: quantized and layerwise-cast linear layers store a dtype they do not
+        # compute in.
+        dtype = caller.norm.weight.dtype
+        self.enter(caller, Tokens(hidden_states, dtype, hidden_states.shape[-2:]))
+
+
+class UNetHost(ProcessorHost):
     """Self-attention of the spatial transformers of a UNet or ControlNet."""
 
     kind = "UNet"
+    watch = _SpatialWatch
     takes_codebooks = True
+    usual = AttnProcessor2_0
 
     def find(self, module: nn.Module) -> ModelMixin | None:
         owners = {
@@ -309,50 +305,13 @@ class UNetHost(Host):
         if any(getattr(layer.attn.processor, "replaced", ()) for layer in self.layers(model)):
             raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
 
-    def attention_of(self, attn: Attention) -> Previous:
-        return _previous(attn.processor)
-
-    def give_avq(self, attn: Attention, state: LayerState) -> None:
-        if _is_plain(attn.processor):
-            attn.set_processor(_PROCESSOR)
-
-    def restore(self, attn: Attention, own: LayerState) -> None:
-        if isinstance(attn.processor, AVQProcessor):
-            attn.set_processor(own.previous.processor)
-
-    def reinstate(self, attn: Attention, own: LayerState, ours: Previous) -> None:
-        attn.set_processor(ours.processor)
-
-    def tidy(self, model: nn.Module) -> None:
-        for attn in model.modules():
-            if isinstance(attn, Attention) and isinstance(attn.processor, AVQProcessor):
-                attn.set_processor(AttnProcessor2_0())
-
-    def other_attention(self, layer: Layer) -> Other | None:
-        processor = layer.attn.processor
-        if isinstance(processor, AVQProcessor):
-            state = layer.avq_state
-            if state is None or state.previous.is_plain:
-                return None
-            processor = state.previous.processor
-        return Other(type(processor).__name__, _is_plain(processor))
+    def is_plain(self, processor: Any) -> bool:
+        if type(processor) in CUSTOM_DIFFUSION:
+            return not (processor.train_kv or processor.train_q_out)
+        return type(processor) in PLAIN_PROCESSORS
 
     def interception(self, state: LayerState, attn: Attention) -> str | None:
         return state.interception() or (OTHER_SCORES if _has_other_scores(attn) else None)
-
-    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return _TransformerWatch(self, layers, others)
-
-
-class _TransformerWatch(Watch):
-    """The hooks of a `Transformer2DModel`; its input is the grid."""
-
-    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        # The norm's dtype: quantized and layerwise-cast linear layers store a dtype they do not
-        # compute in.
-        dtype = caller.norm.weight.dtype
-        self.enter(caller, Tokens(hidden_states, dtype, hidden_states.shape[-2:]))
 
 
 UNET = UNetHost()
@@ -446,21 +405,10 @@ def _before_any_module(module: nn.Module, args: Any) -> None:
             _prepare_outside_graphs(model)
 
 
-_PROCESSOR = AVQProcessor()
-_PROCESSOR.is_prepared = True
-_awaiting.discard(_PROCESSOR)
+UNetHost.ours = AVQProcessor()
+UNetHost.ours.is_prepared = True
+_awaiting.discard(UNetHost.ours)
 _stop_waiting()
-
-
-def _previous(processor: AttentionProcessor) -> Previous:
-    takes_temb = "temb" in inspect.signature(processor.__call__).parameters
-    return Previous(processor, takes_temb, _is_plain(processor))
-
-
-def _is_plain(processor: AttentionProcessor) -> bool:
-    if type(processor) in CUSTOM_DIFFUSION:
-        return not (processor.train_kv or processor.train_q_out)
-    return type(processor) in PLAIN_PROCESSORS
 
 
 def level_of(unet: Any, name: str) -> int:

@@ -29,7 +29,6 @@ from avq_diffusers.hosts.core import (
     Layer,
     LayerState,
     Other,
-    Others,
     Tokens,
     Watch,
     own_name,
@@ -148,6 +147,33 @@ def _attend(
     return torch.cat([of_sinks.transpose(1, 2).to(output.dtype), output], dim=1)
 
 
+class _VisionWatch(Watch):
+    """The hooks of a module that cuts an image into patches and calls layers on them."""
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        register()  # the model may be unpickled in a process that has not applied AVQ
+        self.__dict__.update(content)
+
+    def attach(self, caller: nn.Module) -> list[Any]:
+        self.num_sinks = _num_prefix_tokens(caller, self.layers[0].attn)
+        hook = self.layers[0].anchor.register_forward_hook(self.see_grid)
+        return [*super().attach(caller), hook]
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The grid is known as soon as the patches are."""
+        for layer in self.layers:
+            state = layer.avq_state
+            if state is not None:
+                state.enter_without_grid("no grid")
+
+    def see_grid(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
+        """The hook after the patch projection."""
+        states = [layer.avq_state for layer in self.layers]
+        if any(state is not None and state.call.get() is not None for state in states):
+            beside = {"": self.num_sinks}
+            self.enter(projection, Tokens(patches, patches.dtype, patches.shape[-2:], beside, True))
+
+
 class VisionHost(Host):
     """ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and similar models.
 
@@ -157,6 +183,7 @@ class VisionHost(Host):
     """
 
     kind = "vision model"
+    watch = _VisionWatch
     takes_codebooks = True
     is_of_diffusers = False
     has_prompts = False
@@ -218,36 +245,6 @@ class VisionHost(Host):
     def interception(self, state: LayerState, attn: Any) -> str | None:
         reason = OTHER_FUNCTION if _has_other_function(attn, state) else None
         return state.interception() or reason
-
-    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
-        return _VisionWatch(self, layers, others)
-
-
-class _VisionWatch(Watch):
-    """The hooks of a module that cuts an image into patches and calls layers on them."""
-
-    def __setstate__(self, content: dict[str, Any]) -> None:
-        register()  # the model may be unpickled in a process that has not applied AVQ
-        self.__dict__.update(content)
-
-    def attach(self, caller: nn.Module) -> list[Any]:
-        self.num_sinks = _num_prefix_tokens(caller, self.layers[0].attn)
-        hook = self.layers[0].anchor.register_forward_hook(self.see_grid)
-        return [*super().attach(caller), hook]
-
-    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The grid is known as soon as the patches are."""
-        for layer in self.layers:
-            state = layer.avq_state
-            if state is not None:
-                state.enter_without_grid("no grid")
-
-    def see_grid(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
-        """The hook after the patch projection."""
-        states = [layer.avq_state for layer in self.layers]
-        if any(state is not None and state.call.get() is not None for state in states):
-            beside = {"": self.num_sinks}
-            self.enter(projection, Tokens(patches, patches.dtype, patches.shape[-2:], beside, True))
 
 
 VISION = VisionHost()

@@ -1,0 +1,68 @@
+"""Models of diffusers whose layers get an attention processor of ours in place of a plain one."""
+
+import inspect
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from diffusers.models.attention_processor import Attention, AttentionProcessor
+from torch import nn
+
+from avq_diffusers.hosts.core import Host, Layer, LayerState, Other
+
+
+class Previous(NamedTuple):
+    """The processor of a layer before AVQ, which serves the calls that AVQ does not.
+
+    Attributes:
+        takes_temb: whether it takes the embedding of the timestep.
+        is_plain: whether its self-attention is exact attention.
+    """
+
+    processor: AttentionProcessor
+    takes_temb: bool
+    is_plain: bool
+
+
+class ProcessorHost(Host):
+    """Replaces plain attention processors, and keeps all others.
+
+    Attributes:
+        ours: the processor of layers with AVQ, one for all.
+        usual: the class of diffusers' default processor.
+    """
+
+    ours: ClassVar[Any]
+    usual: ClassVar[type]
+
+    @abstractmethod
+    def is_plain(self, processor: Any) -> bool:
+        """Whether a processor's self-attention is exact attention, which AVQ can take over."""
+
+    def attention_of(self, attn: Attention) -> Previous:
+        processor: Any = attn.processor
+        takes_temb = "temb" in inspect.signature(processor.__call__).parameters
+        return Previous(processor, takes_temb, self.is_plain(processor))
+
+    def give_avq(self, attn: Attention, state: LayerState) -> None:
+        if self.is_plain(attn.processor):
+            attn.set_processor(self.ours)
+
+    def restore(self, attn: Attention, own: LayerState) -> None:
+        if isinstance(attn.processor, type(self.ours)):
+            attn.set_processor(own.previous.processor)
+
+    def reinstate(self, attn: Attention, own: LayerState, ours: Previous) -> None:
+        attn.set_processor(ours.processor)
+
+    def tidy(self, model: nn.Module) -> None:
+        for attn in model.modules():
+            if isinstance(attn, Attention) and isinstance(attn.processor, type(self.ours)):
+                attn.set_processor(self.usual())
+
+    def other_attention(self, layer: Layer) -> Other | None:
+        processor, state = layer.attn.processor, layer.avq_state
+        if isinstance(processor, type(self.ours)):
+            if state is None or state.previous.is_plain:
+                return None
+            processor = state.previous.processor
+        return Other(type(processor).__name__, self.is_plain(processor))
