@@ -20,8 +20,8 @@ def contents(model) -> dict:
         owners = (module, getattr(module, "processor", None), getattr(module, "config", None))
         for place, owner in enumerate(owners):
             for name, value in getattr(owner, "__dict__", {}).items():
-                values = value.items() if isinstance(value, dict) else [("", value)]
-                found |= {(path, place, name, key): one for key, one in values}
+                for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+                    found[path, place, name, key] = one
     return found
 
 

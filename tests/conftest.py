@@ -19,6 +19,8 @@ from avq_diffusers.hosts.core import routing
 from avq_diffusers.hosts.measuring import kept_profiles
 
 FORKING = "test_distill.py", "test_coco.py", "test_kills.py", "test_parallel.py"
+# They begin, or one process would wait at the end for the other's.
+LONGEST = *FORKING, "test_compiled.py", "test_contract.py", "test_cli.py", "test_offline.py"
 
 
 def pytest_configure() -> None:
@@ -28,6 +30,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.name.endswith(LONGEST))
     for item in items:  # for the JUnit file that `eval features` reads
         device = "cuda" if "gpu" in item.keywords else "cpu"
         item.user_properties += [(device, mark.args[0]) for mark in item.iter_markers("feature")]
@@ -52,6 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
             scope = super()._split_scope(nodeid)
             return "files that fork" if scope.endswith(FORKING) else scope
 
+    config.option.loadscopereorder = False  # by the number of tests, which tells no length
     return Scheduling(config, log)
 
 

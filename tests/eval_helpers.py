@@ -2,12 +2,15 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from avq_diffusers import select_layers
 from eval.benchmarks.timing import Effort
 from eval.methods.prepared import prepare_methods
+from eval.quality import protocol
 from eval.quality.scenes import Trial, score_methods
 
 CALIBRATION = ("a",)  # prompts
@@ -46,6 +49,17 @@ def watched(pipe, inputs):
     for handle in handles:
         handle.remove()
     return output, calls
+
+
+def noise(height, width, seed=0):
+    """An image, as numbers and as Pillow's."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return values, Image.fromarray(values)
+
+
+def protocol_config(**changes):
+    """The configuration of a row of COCO."""
+    return {**protocol.GENERATION, "size": 512, "scalecrafter": False, **changes}
 
 
 def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dtype="half"):

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+
 
 def speed_up() -> None:
     """Patch it, for the life of the process."""
@@ -11,9 +13,45 @@ def speed_up() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False
     )
+    make_handles(interpreter)
+    make_views(interpreter)
     patch_once(interpreter)
     name_types_once(interpreter)
     check_once(interpreter)
+
+
+def make_handles(interpreter) -> None:
+    """Make the handles of tensors without a look at the sizes of what they hold."""
+
+    def init(self, data, dtype, attr=None):
+        self.__dict__ = {"data": data, "dtype": dtype, "attr": {} if attr is None else attr}
+
+    interpreter.TensorHandle.__init__ = init
+
+
+def make_views(interpreter) -> None:
+    """Show numbers in a larger shape where they lie; NumPy's own ways check and copy more."""
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    broadcast = builder.create_broadcast
+
+    def splat(self, block_type, arg):
+        shape = tuple(block_type.shape)
+        data = np.ascontiguousarray(arg.data, interpreter._get_np_dtype(arg.dtype))
+        view = np.ndarray(shape, data.dtype, data, strides=(0,) * len(shape))
+        return handle(view, arg.dtype.scalar)
+
+    def expand_dims(self, arg, axis):
+        return handle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+    def broadcast_to(self, arg, shape):
+        data = arg.data
+        if not data.flags.c_contiguous or data.ndim != len(shape):
+            return broadcast(self, arg, shape)
+        strides = [y * (x > 1) for x, y in zip(data.shape, data.strides, strict=True)]
+        return handle(np.ndarray(shape, data.dtype, data, strides=strides), arg.dtype.scalar)
+
+    builder.create_splat, builder.create_expand_dims = splat, expand_dims
+    builder.create_broadcast = broadcast_to
 
 
 def patch_once(interpreter) -> None:
@@ -85,6 +123,8 @@ def check_once(interpreter) -> None:
         if type(x) is core.tensor:
             handles.append(x.handle)
             return x.type.name
+        if type(x) is core.constexpr:
+            return core.constexpr, described(x.value, handles)
         if isinstance(x, (tuple, list, core.tuple)):
             return type(x), *[described(y, handles) for y in x]
         return type(x), repr(x)

@@ -214,6 +214,10 @@ def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipel
     return quiet(cls(**tiny_components(unet), **components, requires_safety_checker=False))
 
 
+def two_level_pipe():
+    return tiny_pipe(two_level_unet())
+
+
 def three_level_pipe():
     return tiny_pipe(three_level_unet())
 

@@ -648,10 +648,10 @@ class TestThreshold:
     ):
         """Catches the first sixteen, and as many of a last tile that is not full."""
         query, key, value, _ = make_case(batch=1, heads=1, queries=num_queries, keys=50)
-        options = {"query_tile": 67}
+        options = {"query_tile": 127}
         places = [
-            start + torch.arange(16) * min(67, num_queries - start) // 16
-            for start in range(0, num_queries, 67)
+            start + torch.arange(16) * min(127, num_queries - start) // 16
+            for start in range(0, num_queries, 127)
         ]
         decide = torch.zeros(num_queries, dtype=torch.bool)
         decide[torch.cat(places)] = True

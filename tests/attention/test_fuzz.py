@@ -79,7 +79,7 @@ USUAL = {
 }
 STORED = {"has_codebook": True, "codewords": "stored"}
 HARD = {
-    "last tile partial": {"queries": 51, "batch": 2},
+    "last tile partial": {"queries": 20, "batch": 2},
     "fewer queries than a tile": {"queries": 5, "keys": 40},
     "more keys than queries": {"keys": 70},
     "fewer keys than queries": {"queries": 70, "keys": 33, "query_tile": 128},
@@ -108,7 +108,7 @@ HARD = {
     "a threshold and means of a codebook": {"threshold": 0.01, "has_codebook": True},
     "a threshold without children": {"threshold": 0.01, "num_children": 0},
     "a threshold, updated parents": {"threshold": 0.01, "num_updates": 1, "num_parents": 13},
-    "tiles with few and many columns": {"threshold": 0.02, "query_tile": 7, "queries": 60},
+    "tiles with few and many columns": {"threshold": 0.02, "query_tile": 7, "queries": 40},
     "nothing above the threshold": {"threshold": math.inf},
     "more sinks than keys": {"num_sinks": 70},
     "sinks beside stored codewords": STORED | {"num_sinks": 40, "kind": "offset"},

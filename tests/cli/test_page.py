@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny import CONFIG, random_codebooks, three_level_unet, tiny_pipe, two_level_unet
+from tiny import CONFIG, random_codebooks, three_level_unet, two_level_pipe
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_threshold
 from avq_diffusers.cli import main as cli
@@ -51,7 +51,7 @@ def free_port() -> int:
 @pytest.fixture
 def reference():
     """A pipeline like that of the page."""
-    return apply_avq(tiny_pipe(two_level_unet()), SIZES, route="always")
+    return apply_avq(two_level_pipe(), SIZES, route="always")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def site():
             called.append(address)
         return connect(self, address)
 
-    pipe = tiny_pipe(two_level_unet())
+    pipe = two_level_pipe()
     page = build_page(pipe, "tiny", [PROMPT], SIZES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", watched)
@@ -238,7 +238,7 @@ def test_fields_are_refused_in_one_sentence():
     gradio = pytest.importorskip("gradio", reason="needs the extra app")
     from avq_diffusers.cli.page import _Events
 
-    events = _Events(tiny_pipe(two_level_unet()), SIZES)
+    events = _Events(two_level_pipe(), SIZES)
     surrogate = json.loads(r'"a fox \ud800"')
     for changes, message in [
         ({"prompt": surrogate}, r"The prompt must be text, but its character 7 is .*'\\ud800'\."),

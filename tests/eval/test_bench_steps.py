@@ -27,7 +27,9 @@ OTHERS = [name for name in MODELS if name not in UNET_NAMES]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The back end that generates code is left to the GPU run, the columns to one test."""
+    """The back end that generates code is left to the GPU run, the columns to one test; no route
+    has to settle on a CPU."""
+    monkeypatch.setattr(networks, "SETTLING_CALLS", 1)
     monkeypatch.setattr(networks, "BISECTIONS", 4)
     for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
         monkeypatch.setattr(networks, name, {"backend": "eager", "dynamic": False})
@@ -94,14 +96,18 @@ def test_the_configurations_are_those_of_the_models(name, billions, attentions, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_a_model(bench_of, name):
-    """Catches AVQ that does not run, stays, or runs another configuration than the default, a
-    limit that attends, and a limit in other layers than AVQ's."""
-    exact, avq, limit = (row_of(bench_of, name, method) for method in ("exact", AVQ, "limit"))
-    assert all(row["ms"] > 0 for row in (exact, avq, limit))
-    assert exact["difference"] == 0
-    assert "error" not in exact
+    """Catches AVQ that does not run, stays, or runs another configuration than the default; for
+    one model of each kind a limit that attends, and a limit in other layers than AVQ's."""
+    avq = row_of(bench_of, name, AVQ)
+    assert avq["ms"] > 0
     assert 0 < avq["error"] < 1e-5
-    assert 0 < avq["difference"] < limit["difference"]
+    assert avq["difference"] > 0
+    if name in ("sd15", "flux"):
+        exact, limit = (row_of(bench_of, name, method) for method in ("exact", "limit"))
+        assert min(exact["ms"], limit["ms"]) > 0
+        assert exact["difference"] == 0
+        assert "error" not in exact
+        assert avq["difference"] < limit["difference"]
     ran, served = avq["layers"]
     assert ran == served > 0
     network = bench_of(name).network
@@ -113,6 +119,7 @@ def test_rows_of_a_model(bench_of, name):
         assert {x.config.changed(levels=(0, 1)) for x in states} == {AVQConfig()}
         assert {x.route.route for x in states} == {"fastest"}
         levels = {row.level for row in rows}
+    assert avq["by_level"].keys() == levels
     names = {layer.name for layer in select_layers(network) if layer.level in levels}
     assert {row.name for row in rows} == names
 
@@ -121,12 +128,13 @@ def test_rows_of_a_model(bench_of, name):
 def test_layers_have_the_columns_of_trained_models(bench_of, name, monkeypatch):
     """Catches the columns of random weights at the default threshold."""
     monkeypatch.setattr(networks, "BISECTIONS", 10)
-    size = 512 if name == "flux" else 256
-    row = measured(bench_of(name), Case(name, size, "eager", AVQ), 0.001)
+    inputs = bench_of(name).inputs(512 if name == "flux" else 256)
+    with torch.no_grad():
+        _, facts = bench_of(name).of_columns(inputs)
     expected = MODELS[name].columns
     level = 0
     most = 1024 + 512  # tokens of the image, and of the text
-    assert row["by_level"][level] == pytest.approx(min(expected[level], most), rel=0.05)
+    assert facts["by_level"][level] == pytest.approx(min(expected[level], most), rel=0.05)
 
 
 def test_rows_of_other_methods(bench_of):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import PartialState
+from eval_helpers import noise, protocol_config
 from PIL import Image
 from processes import Command, start_ranks
 from tiny import random_codebooks, three_level_pipe, three_level_unet
@@ -23,7 +24,7 @@ from tiny import random_codebooks, three_level_pipe, three_level_unet
 from avq_diffusers.files import locked
 from avq_diffusers.images import read_rgb
 from distill.scenes import TEST_SEEDS, sample_scene
-from eval.quality import captions, coco, coco_score, frechet, protocol
+from eval.quality import captions, coco, coco_score, frechet
 from eval.quality.frechet import fit_gaussian, frechet_distance
 from eval.quality.generation import Sampling, generate_batch
 from eval.quality.metrics import Scorer
@@ -63,15 +64,6 @@ def score(place, *folders, output="results", **changes):
 
 def rows_of(place, output="results"):
     return json.loads((place / output / "coco.json").read_text())["rows"]
-
-
-def noise(height, width, seed=0):
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return values, Image.fromarray(values)
-
-
-def protocol_config(**changes):
-    return {**protocol.GENERATION, "size": 512, "scalecrafter": False, **changes}
 
 
 def write_row(folder, images, size):

@@ -8,21 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from eval_helpers import noise, protocol_config
 from PIL import Image
 from scipy.linalg import sqrtm
 
 from eval.commands.coco import coco_generate_command
 from eval.quality import captions, coco_score, frechet, protocol
 from eval.quality.captions import read_captions
-
-
-def noise(height, width):
-    values = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    return values, Image.fromarray(values)
-
-
-def protocol_config(**changes):
-    return {**protocol.GENERATION, "size": 512, "scalecrafter": False, **changes}
 
 
 def write_annotations(path, count=40):

@@ -13,6 +13,7 @@ from transformers import ViTConfig, ViTModel
 
 from avq_diffusers import AVQConfig, apply_avq, measure_error, remove_avq
 from avq_diffusers.hosts import output_errors, select_layers
+from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.measuring.allocation import Choice
 from eval.quality import tolerance
 from eval.quality.repeats import recorded_calls, repeated_errors
@@ -31,6 +32,7 @@ def short_probes(monkeypatch):
 
     for module in (tolerance, vision_tolerance):
         monkeypatch.setattr(module, "measure_error", measured)
+    monkeypatch.setattr(exact_runs, "MOST_REPEATED", 24)
     monkeypatch.setattr(tolerance, "UNIFORM", (0.1, 0.01))
     monkeypatch.setattr(tolerance, "PROBED_STEPS", 2)
 

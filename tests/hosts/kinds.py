@@ -14,6 +14,7 @@ import diffusers
 import tiny_transformers
 import tiny_vision
 import torch
+from checks import contents
 from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
 from hosts import zoo
 from tiny import tiny_unet, traced_unet, two_level_unet
@@ -88,6 +89,11 @@ class Kind:
     def exact(self) -> Tensor:
         """What it predicts without AVQ."""
         return self.predict(self.model)
+
+    @cached_property
+    def contents(self) -> dict:
+        """What the model holds when it has run."""
+        return contents(self.model)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:

@@ -1,12 +1,17 @@
-"""Compiled UNets: one graph with AVQ."""
+"""Compiled models: one graph with AVQ, for all blocks of a kind."""
+
+from itertools import chain
 
 import pytest
 import torch
-from checks import kinds
+from checks import differ, kinds
+from hosts.kinds import KINDS
 from tiny import predict, small_unet, traced_unet, tuned_codebooks
 from torch._dynamo.testing import CompileCounter
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq, select_layers
+
+feature = pytest.mark.feature
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +21,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.feature("torch.compile of the UNet (one graph)")
+@feature("torch.compile of the UNet (one graph)")
 @torch.no_grad()
 def test_switching_a_compiled_unet():
     """Catches graph breaks, also by a projection's hook, AVQ lost in compiled code, changes that
@@ -42,7 +47,7 @@ def test_switching_a_compiled_unet():
     torch.testing.assert_close(remove_avq(compiled)(*inputs).sample, exact)
 
 
-@pytest.mark.feature("torch.compile of its blocks (one graph)")
+@feature("torch.compile of its blocks (one graph)")
 def test_repeated_blocks():
     """Catches a guard per layer or per resolution: the recompile limit is near."""
     unet, sizes = small_unet(), ((16, 16), (24, 16), (16, 40), (24, 40))
@@ -52,3 +57,41 @@ def test_repeated_blocks():
     for size, want in zip(sizes, expected, strict=True):
         torch.testing.assert_close(predict(unet, *size), want)
     assert counter.frame_count == 3  # as without AVQ
+
+
+KIND = {kind.name: kind for kind in KINDS}
+SMALL = {"query_tile": 16, "num_parents": 4, "num_children": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "num_graphs"),
+    [
+        # The last block drops the text.
+        pytest.param("SD3", {}, 2, marks=feature("blocks of SD3 compiled one by one")),
+        # As many as without AVQ: the first single block gets an image of other strides.
+        pytest.param(
+            *("Flux", {"num_single_layers": 3}, 3),
+            marks=feature("repeated blocks of Flux compiled"),
+        ),
+        # They call PyTorch's attention; without AVQ, too, one graph serves one of the two.
+        ("CogVideoX", {}, 2),
+    ],
+)
+def test_blocks_of_transformers(name, layers, num_graphs):
+    """Catches graph breaks, guards on a layer's number or state, an attention that compiled code
+    does not see, and AVQ that compiled blocks miss when it comes or changes."""
+    kind, counter = KIND[name], CompileCounter()
+    model = kind.make(**layers)
+    exact, coarse = kind.predict(model), kind.config(**SMALL, num_refined=2)
+    expected = kind.predict(apply_avq(model, coarse))
+    assert differ(expected, exact)
+    remove_avq(model)
+    lists = [part for part in model.children() if isinstance(part, torch.nn.ModuleList)]
+    for block in chain(*lists):
+        block.compile(backend=counter, fullgraph=True)
+    apply_avq(model, coarse)
+    for _ in range(2):
+        torch.testing.assert_close(kind.predict(model), expected)
+    assert counter.frame_count == num_graphs
+    found = kind.predict(apply_avq(model, kind.config(**SMALL, threshold=0)))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)

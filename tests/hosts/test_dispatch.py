@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from hosts.kinds import KINDS
-from hosts.zoo import zoo_inputs, zoo_transformer
+from hosts.zoo import zoo_transformer
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -260,38 +260,3 @@ def test_fused_projections():
     model.fuse_qkv_projections()
     assert (predict(model) - avq).norm() < 1e-5 * avq.norm()
     assert kinds(model) == {"AVQ"}
-
-
-@feature("repeated blocks of Flux compiled")
-def test_repeated_blocks_compile():
-    """Catches graph breaks, guards that hold for one layer only, and AVQ that compiled blocks miss
-    when it comes or changes."""
-    model, graphs = flux_transformer(num_single_layers=3), []
-    exact = predict(model)
-    defined = predict(apply_avq(model, CONFIG, backend="reference"))
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph
-
-    model.compile_repeated_blocks(backend=backend, fullgraph=True)
-    found = predict(apply_avq(model, CONFIG))
-    assert (found - defined).norm() < 1e-5 * defined.norm()
-    # As many as without AVQ: the first single block gets an image of other strides.
-    assert len(graphs) == 3
-    assert (predict(apply_avq(model, EXACT)) - exact).norm() < 1e-5 * exact.norm()
-    assert differ(defined, exact)
-
-
-def test_blocks_that_call_torch_compile():
-    """Catches graph breaks, and an attention that compiled code does not see."""
-    model = zoo_transformer("CogVideoXTransformer3DModel")
-    arguments = zoo_inputs("CogVideoXTransformer3DModel", model, 8, 12)
-    with torch.no_grad():
-        (exact,) = model(**arguments)
-        (eager,) = apply_avq(model, CONFIG)(**arguments)
-        for block in model.transformer_blocks:
-            block.compile(backend="eager", fullgraph=True)
-        (compiled,) = model(**arguments)
-    assert differ(eager, exact)
-    assert torch.allclose(compiled, eager, atol=1e-5)

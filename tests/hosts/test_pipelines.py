@@ -137,6 +137,7 @@ def test_on_and_off(make, arguments, others):
     pipe = make()
     levels = (1, 2) if pipe.unet.config.addition_embed_type else (0, 1)
     codebooks = random_codebooks(pipe.unet, replace(CONFIG, levels=levels))
+    arguments = arguments | {"num_inference_steps": 1}
     _, avq = check_on_and_off(pipe, codebooks, **arguments)
     if others:
         assert differ(draw(apply_avq(pipe, codebooks), **arguments | others), avq)

@@ -11,7 +11,7 @@ from threading import Barrier, BrokenBarrierError
 import pytest
 import torch
 from checks import calls, differ, runs
-from tiny import predict, small_unet
+from tiny import predict, small_unet, traced_unet
 from tiny_transformers import flux_transformer, sd3_transformer
 from tiny_transformers import predict as predict_tokens
 from torch._subclasses import FakeTensorMode
@@ -495,7 +495,7 @@ class TestThreshold:
 
     def test_compiled_code_counts_as_usual(self, trials, reads):
         """Catches a graph break, and AVQ where the usual columns take longer."""
-        unet = small_unet()
+        unet = traced_unet()
         exact = predict(unet, batch=2)
         set_break_even(apply_avq(unet, self.CONFIG.changed(threshold=math.inf)), eager=1)
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
@@ -509,7 +509,7 @@ class TestThreshold:
     def test_compiled_before_the_first_call(self, trials, threshold):
         """Catches AVQ in every layer, a graph break, and the times of eager calls, which the
         compiler slows down."""
-        unet, names = small_unet(), []
+        unet, names = traced_unet(), []
         measure = routing.measure
 
         def noted(of, *call):

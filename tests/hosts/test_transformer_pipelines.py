@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -17,6 +18,7 @@ from diffusers import (
     FluxImg2ImgPipeline,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
+    SanaTransformer2DModel,
     SD3ControlNetModel,
     StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
@@ -24,7 +26,10 @@ from diffusers import (
     StableDiffusion3PAGPipeline,
     TaylorSeerCacheConfig,
 )
-from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    JointAttnProcessor2_0,
+    SD3IPAdapterJointAttnProcessor2_0,
+)
 from hosts.zoo import padding, zoo_transformer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tiny import quiet
@@ -43,7 +48,7 @@ from tiny_transformers import (
     tiny_vae,
 )
 
-from avq_diffusers import apply_avq, remove_avq, summary
+from avq_diffusers import AVQConfig, apply_avq, remove_avq, summary
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.hosts.models.registry import find_model
@@ -60,7 +65,7 @@ PIPES = [case("SD3", sd3_pipe), case("Flux", flux_pipe)]
 IMAGE = {"image": torch.rand(1, 3, 32, 48), "strength": 1.0}
 LEFT_HALF = (torch.arange(48) < 24).float().expand(1, 1, 32, -1)
 OFFLOAD = "offload of transformers"
-NUM_STEPS = 6  # with a cache
+NUM_STEPS = 4  # with a cache
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
 
 
@@ -109,7 +114,7 @@ class TestPipelines:
         """Saved without AVQ."""
         pipe = make()
         check_avq(pipe, num_images_per_prompt=2, guidance_scale=1.0)
-        exact = check_avq(pipe)
+        exact = draw(pipe)
         apply_avq(pipe, CONFIG).save_pretrained(tmp_path)
         assert torch.equal(draw(type(pipe).from_pretrained(tmp_path)), exact)
 
@@ -332,6 +337,36 @@ def test_ip_adapter_keeps_its_layers():
     assert remove_avq(model).attn_processors == own
 
 
+@feature("fused projections of SD3 (replace AVQ: reported)")
+def test_fused_projections_of_sd3():
+    model = sd3_transformer(qk_norm=None, dual_attention_layers=())
+    exact = predict(model)
+    avq = predict(apply_avq(model, CONFIG))
+    model.fuse_qkv_projections()
+    with pytest.warns(UserWarning, match="FusedJointAttnProcessor2_0"):
+        fused = predict(model)
+    assert not differ(fused, exact)
+    model.unfuse_qkv_projections()
+    assert torch.equal(predict(model), avq)
+
+
+def test_the_processor_of_sd3_elsewhere():
+    """Catches AVQ in a layer that is to stay exact, and a processor that removal leaves.
+
+    An unloaded IP-Adapter leaves new processors of the same class.
+    """
+    model = sd3_transformer()
+    exact = predict(model)
+    apply_avq(model, AVQConfig.parse("M4P2C2", query_tile=16, exact=("transformer_blocks.0",)))
+    avq = predict(model)
+    for processor in (model.transformer_blocks[1].attn.processor, None):
+        rebuilt = {name: type(x)() for name, x in model.attn_processors.items()}
+        model.set_attn_processor(processor or rebuilt)
+        assert torch.equal(predict(model), avq)
+    assert torch.equal(predict(remove_avq(model)), exact)
+    assert {type(x) for x in model.attn_processors.values()} == {JointAttnProcessor2_0}
+
+
 @feature("ControlNet of SD3")
 def test_controlnet():
     """With AVQ in the ControlNet too."""
@@ -409,3 +444,11 @@ def test_calls_of_video_pipelines(name, arguments):
     apply_avq(pipe, EXACT)
     assert (run() - exact).norm() < 1e-5 * exact.norm()
     assert kinds(pipe) == {"AVQ"}
+
+
+def test_other_models_are_refused():
+    other = SanaTransformer2DModel(num_layers=1, sample_size=4)
+    for second in (other, torch.nn.ReLU()):
+        pipe = SimpleNamespace(transformer=sd3_transformer(), transformer_2=second)
+        with pytest.raises(TypeError, match=f"not know the attention of {type(second).__name__}"):
+            apply_avq(pipe)

@@ -285,11 +285,6 @@ class TestSetOnAStockUNet:
         assert {row.level for row in summary(unet).rows if row.config == "M64C8T1e-4"} == {0, 1}
         assert not waits()
 
-    def test_codebooks(self, unet, codebooks):
-        expected = predict(apply_avq(copy.deepcopy(unet), codebooks))
-        unet.set_attn_processor(AVQProcessor(codebooks))
-        assert torch.equal(predict(unet), expected)
-
     @pytest.mark.parametrize("has_codebooks", [True, False])
     def test_replaced_before_the_first_call(self, unet, codebooks, has_codebooks):
         """Catches a processor of ours kept as the one to hand over to, which then calls itself."""
@@ -435,6 +430,20 @@ def test_refused(unet, source, arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         apply_avq(unet, source, **arguments)
     assert {row.config for row in summary(unet).rows} == {"M4P2C2", ""}
+
+
+def test_codebooks_that_do_not_fit_are_refused(unet, codebooks):
+    """An earlier AVQ stays."""
+    expected = predict(apply_avq(unet, codebooks))
+    infinite = random_codebooks(unet)
+    infinite.codebook(LAYER).children[0, 0, 0] = torch.inf
+    for source, message in (
+        (random_codebooks(tiny_unet(attention_head_dim=4)), "another model: .* has 2 heads of dim"),
+        (infinite, "children .*finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_avq(unet, source)
+    assert torch.equal(predict(unet), expected)
 
 
 @pytest.mark.parametrize(

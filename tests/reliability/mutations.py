@@ -26,6 +26,7 @@ MUTATED = ("avq_diffusers/attention", "avq_diffusers/hosts", "distill/objective.
 MUTATED += ("distill/quantizer.py",)
 LEFT_OUT = {"annotation", "returns", "decorator_list"}
 CONTRACT = "hosts/test_contract.py"
+PIPELINES = "hosts/test_transformer_pipelines.py"
 # The first that a path begins with says which tests are near.
 NEAREST = {
     "avq_diffusers/attention/triton": ("attention/test_fuzz.py", "attention/test_kernels.py"),
@@ -46,7 +47,7 @@ NEAREST = {
     "avq_diffusers/hosts/models/parallel": ("hosts/test_parallel.py",),
     "avq_diffusers/hosts/models/unet": ("hosts/test_unet.py", "hosts/test_other_attention.py"),
     "avq_diffusers/hosts/models/vision": ("hosts/test_vision.py", CONTRACT),
-    "avq_diffusers/hosts/models": (CONTRACT, "hosts/test_dispatch.py", "hosts/test_joint.py"),
+    "avq_diffusers/hosts/models": (CONTRACT, "hosts/test_dispatch.py", PIPELINES),
     "avq_diffusers/hosts/codebooks": ("hosts/test_codebooks.py", "hosts/test_calibration.py"),
     "avq_diffusers/hosts/measuring": ("hosts/test_profile.py", "hosts/test_measurement.py"),
     "avq_diffusers/hosts": ("hosts/test_unet.py", "hosts/test_profile.py", CONTRACT),

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 from PIL import Image
-from tiny import random_codebooks, tiny_pipe, two_level_unet
+from tiny import random_codebooks, two_level_pipe
 from tiny_training import ROOT, RUN_CONFIG
 from torch import nn
 
@@ -101,7 +101,7 @@ def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
     """Catches prints, global flags, CUDA contexts and hard needs for extras when importing; then a
     download, a telemetry call, a hub look-up of a local folder, and `torch.load`; and an image that
     depends on the process it is made in."""
-    pipe = tiny_pipe(two_level_unet())
+    pipe = two_level_pipe()
     pipe.save_pretrained(tmp_path / "model")
     random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")
     measured = Measured([0.125, 0.25], [32.0, 8.0], [0.5, 0.25])
