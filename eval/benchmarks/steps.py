@@ -47,6 +47,7 @@ from eval.store.report import environment, save_json
 EAGER, COMPILED = "eager", "compiled"
 RUNS = EAGER, COMPILED
 _BLOCK = 4  # steps without waiting for the GPU between them, as pipelines run them
+_LEAST_TURNS = 4  # the host changes its speed for seconds at a time
 METHODS = EXACT, AVQ, LIMIT
 SAME = "commit", "device", "torch"  # of rows in one file
 COLUMNS = {
@@ -239,7 +240,7 @@ def _times(
 
     steps = [partial(bench.predict, *inputs), *others]
     *_, once = ([milliseconds(step) for step in steps] for _ in range(3))
-    number = max(2, round(1000 * window / sum(once) / _BLOCK / 2))
+    number = max(_LEAST_TURNS, round(1000 * window / sum(once) / _BLOCK / 2))
     turns = [[milliseconds(step) for step in steps] for _ in range(2 * number)]
     return [list(times) for times in zip(*turns[number:], strict=True)]
 

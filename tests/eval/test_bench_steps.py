@@ -31,6 +31,8 @@ def quick(monkeypatch):
     has to settle on a CPU."""
     monkeypatch.setattr(networks, "SETTLING_CALLS", 1)
     monkeypatch.setattr(networks, "BISECTIONS", 4)
+    monkeypatch.setattr(steps, "_BLOCK", 1)
+    monkeypatch.setattr(steps, "_LEAST_TURNS", 1)
     for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
         monkeypatch.setattr(networks, name, {"backend": "eager", "dynamic": False})
 

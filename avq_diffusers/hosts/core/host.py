@@ -209,9 +209,9 @@ class Watch(ABC):
                 keep_calls(layer.checkpointed, None if layer.checkpointed is caller else layer.attn)
             state.refuse_replica(caller)
             reason = self.host.interception(state, layer.attn)
-            parts = tokens.beside.items()
-            num_beside = next((n for part, n in parts if layer.name.startswith(part)), 0)
-            state.enter(tokens, reason, num_beside)
+            name, parts = layer.name, tokens.beside.items()
+            fitting = (n for part, n in parts if name.startswith(part) or name.endswith(part))
+            state.enter(tokens, reason, next(fitting, 0))
             if not torch.compiler.is_compiling():
                 other = self.host.other_attention(layer)
                 if other is not None:

@@ -55,7 +55,8 @@ class Tokens(NamedTuple):
         hidden_states: batch first, on the device of the call.
         dtype: the model's own, whatever autocast says.
         grid: the grid of the image or video.
-        beside: number of tokens beside the grid, or `REST`, by module of the model.
+        beside: number of tokens beside the grid, or `REST`, by module of the model, or by the end
+            of a layer's name; the first that fits counts.
         beside_first: whether these come before the grid.
         ranks: the ranks that run the model together; None if it runs in one process.
     """

@@ -32,8 +32,8 @@ class Family:
     Attributes:
         models: class names.
         read: the grid, from the model's config and the arguments of its `forward`.
-        num_beside: number of tokens beside the `N` of the grid, by module of the model, from the
-            same arguments; `REST` where they do not tell.
+        num_beside: number of tokens beside the `N` of the grid, as `Tokens.beside`, from the same
+            arguments; `REST` where they do not tell.
         beside_first: whether these tokens come before the grid.
         parts: module paths, or parts of them, whose attention sees the grid; empty for all.
         hidden_states: a tensor with the batch, from the same arguments.
@@ -172,6 +172,10 @@ def _beside(*names: str, more: int = 0) -> Callable[[Arguments, int], dict[str, 
 
 TEXT = _beside("encoder_hidden_states")
 NONE = _beside()
+
+
+def _sd3_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
+    return {".attn2": 0, **TEXT(arguments, num_tokens)}  # attends within the image only
 
 
 def _rest(arguments: Arguments, num_tokens: int) -> dict[str, int]:
@@ -347,7 +351,7 @@ FAMILIES = (
     ),
     Family(("HeliosTransformer3DModel",), latent_grid, _rest, beside_first=True, parts=("blocks",)),
     # Latents before text
-    Family(("SD3Transformer2DModel", "SD3ControlNetModel"), latent_grid, TEXT),
+    Family(("SD3Transformer2DModel", "SD3ControlNetModel"), latent_grid, _sd3_text),
     Family(
         (
             *("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"),
