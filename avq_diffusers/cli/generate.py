@@ -98,6 +98,8 @@ def layers_line(report: Summary, *, is_forced: bool) -> str:
     text = f"  layers: AVQ in {len(layers) - exact} of {len(layers)}"
     if is_forced:
         return f"{text}, to show it; exact attention is at least as fast, so apply_avq keeps it"
+    if exact == len(layers):
+        return f"{text}, after first steps that measured: exact attention is faster in all of them"
     return f"{text}; exact attention is faster in the others" if exact else text
 
 

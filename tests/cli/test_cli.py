@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -190,6 +191,13 @@ def test_a_route_is_that_of_apply_avq(avq, model, monkeypatch):
     assert 0 < exact < num_layers
     said = f"AVQ in {num_layers - exact} of {num_layers}; exact attention is faster in the others"
     assert squeezed(said) in output
+
+
+def test_layers_that_stopped_running_avq():
+    """Catches "the others" where there are none: columns that grew made exact attention faster."""
+    rows = [SimpleNamespace(config="M64C8T1e-4", runs="exact: faster")] * 3
+    said = generation.layers_line(SimpleNamespace(rows=rows), is_forced=False)
+    assert "AVQ in 0 of 3, after first steps that measured: exact attention is faster" in said
 
 
 def test_a_model_is_compiled_and_of_another_dtype(avq, tmp_path, monkeypatch):
