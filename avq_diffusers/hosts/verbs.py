@@ -122,9 +122,10 @@ def apply_avq(
         route: `"fastest"` runs exact attention where it is faster on this device at this number of
             tokens, by a measurement at the first such call or when that is compiled, which takes at
             most about 3 s with a progress bar and is kept in the user's cache folder. With a
-            threshold, this depends on the columns that a layer shows in its first call, which runs
-            AVQ, and in some later ones; in code compiled before, on 192. `"always"` runs AVQ. A
-            number runs AVQ from that many tokens on.
+            threshold, this depends on the columns that a layer shows in its first 16 calls, of
+            which the first runs AVQ, so that a seed repeats its image only after these; in code
+            compiled before, on 192. `"always"` runs AVQ. A number runs AVQ from that many tokens
+            on.
         backend: as in `avq_attention`.
 
     Returns:

@@ -456,22 +456,19 @@ class TestThreshold:
         assert calls(unet) == [{"AVQ": 2, "faster": 2}] * 3
 
     def test_readings_are_few(self, unet, trials, reads):
-        """Catches a wait for the GPU in each call, and columns of the first call for ever."""
-        apply_avq(unet, self.CONFIG.changed(threshold=math.inf))
-        layers = select_layers(unet, (0,))
-        for _ in range(20):
+        """Catches a wait for the GPU in each call, columns of the first call for ever, and a seed
+        whose later images differ."""
+        for num_calls, kind in ((16, "faster"), (32, "AVQ")):
+            apply_avq(unet, self.CONFIG.changed(threshold=math.inf))
+            for _ in range(num_calls):
+                predict(unet)
+            assert calls(unet) == [{"AVQ": num_calls}] * 3
+            for layer in select_layers(unet, (0,)):
+                layer.avq_state.shown.fill_(100)
             predict(unet)
-        assert reads == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
-        for layer in layers:
-            layer.avq_state.needed.num_calls = 30
-            layer.avq_state.shown.fill_(100)
-        predict(unet)
-        assert len(reads) == 15
-        for layer in layers:
-            layer.avq_state.shown.fill_(100)
-        assert calls(unet) == [{"AVQ": 21}] * 3
-        predict(unet)
-        assert calls(unet) == [{"AVQ": 21, "faster": 1}] * 3
+            assert {layer.avq_state.last_call for layer in select_layers(unet, (0,))} == {kind}
+            assert reads == [x for x in (1, 2, 4, 8, 16) for _ in range(3)]
+            reads.clear()
 
     def test_always_never_looks(self, unet, trials, reads):
         for route in ("always", 16):

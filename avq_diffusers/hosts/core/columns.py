@@ -12,6 +12,7 @@ from avq_diffusers.hosts.core.ranks import Ranks, agreed
 from avq_diffusers.hosts.core.routing import Workload, next_power_of_two
 
 USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
+LAST_READING = 16  # calls after which the choice of attention stays, so that images repeat
 
 
 def with_columns(spec: Spec, columns: int) -> tuple[Spec, int]:
@@ -54,14 +55,14 @@ class Needed:
     workloads: dict[tuple[Any, ...], Workload] = field(default_factory=dict)
 
     def count(self, shown: Tensor | None, ranks: Ranks | None) -> None:
-        """Count a call, and read its columns if it was the first or they doubled since.
+        """Count a call, and read its columns if it was the first or calls doubled since.
 
         Args:
             shown: `Attended.shown` of the last AVQ call; None if there was none.
             ranks: the ranks that run the layer together.
         """
         self.num_calls += 1
-        if self.num_calls >= max(1, 2 * self.num_read):
+        if self.num_read < LAST_READING and self.num_calls >= max(1, 2 * self.num_read):
             self.columns = agreed(ranks, lambda: self._columns_of(shown))
             self.num_read = self.num_calls
             self.workloads.clear()
