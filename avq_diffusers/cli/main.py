@@ -179,8 +179,9 @@ def taking(*requests: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
 
         every = [*(option for options in shared for option in options), *own]
         by_name = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in every]
-        run.__signature__ = Signature(by_name)  # type: ignore[attr-defined]
-        run.__annotations__ = {option.name: option.annotation for option in every}
+        read_by_typer: Any = run
+        read_by_typer.__signature__ = Signature(by_name)
+        read_by_typer.__annotations__ = {option.name: option.annotation for option in every}
         return run
 
     return decorate
