@@ -25,13 +25,14 @@ from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from eval.benchmarks.contenders import backends, relative_error
+from eval.benchmarks.contenders import backends
 from eval.benchmarks.models import Model
+from eval.keys.calls import relative_error
 from eval.methods.base import AttentionMethod
 from eval.methods.folder import Folder
 from eval.methods.peer import Peer
 from eval.methods.registry import AVQ, EXACT, LIMIT, LINFUSION, PEERS, TOME, timed_method
-from eval.methods.running import layers_run_by
+from eval.methods.running import avq_in, layers_run_by
 from eval.methods.tome import merged_tokens
 
 SHARPNESS = 2  # factor on untrained queries and keys, for a logit spread of about 1
@@ -190,8 +191,7 @@ class NetworkBench:
         key = inputs[0].shape
         if key in self._thresholds:
             return self._thresholds[key]
-        apply_avq(self.network, route="always")
-        try:
+        with avq_in(self.network, None):
             self.predict(*inputs)
             served = [
                 layer
@@ -209,8 +209,6 @@ class NetworkBench:
                     is_over = mean(map(_columns, layers[level])) > self.model.columns[level]
                     powers[level] = (middle, high) if is_over else (low, middle)
             found = {level: [*map(_columns, own)] for level, own in layers.items()}
-        finally:
-            remove_avq(self.network)
         columns = mean(x for of_level in found.values() for x in of_level) if found else None
         facts = {"columns": columns, "by_level": {x: mean(own) for x, own in found.items()}}
         thresholds = _thresholds(layers, powers)

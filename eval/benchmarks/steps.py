@@ -35,10 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eval.benchmarks.contenders import TOLERANCE, relative_error
+from eval.benchmarks.contenders import TOLERANCE
 from eval.benchmarks.models import MODELS
 from eval.benchmarks.networks import NetworkBench
 from eval.benchmarks.timing import block_ms
+from eval.keys.calls import relative_error
 from eval.methods.base import TRANSFORMER_STEP, UNET_STEP
 from eval.methods.registry import AVQ, EXACT, LIMIT, check_place
 from eval.store.markdown import figure, rows_table

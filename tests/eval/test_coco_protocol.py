@@ -160,9 +160,8 @@ def test_the_command_follows_the_protocol_by_itself():
     """Catches an option whose default is another number: 30 000 images would not compare."""
     options = signature(coco_generate_command).parameters
     names = {"images": "num_images", "steps": "num_inference_steps"}
-    names |= {"guidance_scale": "guidance_scale"}
-    for option, name in names.items():
-        assert options[option].default == protocol.GENERATION[name], option
+    for option in (*names, "guidance_scale"):
+        assert options[option].default == protocol.GENERATION[names.get(option, option)], option
     assert options["size"].default == protocol.SIZES[0]
     assert Path(options["model"].default).name == protocol.GENERATION["model"]
 
