@@ -319,10 +319,11 @@ def test_break_evens_are_enclosed(cache_file, measured):
     assert found == BreakEven(3000, 512, 2000, 256)
 
 
-@pytest.mark.parametrize("milliseconds", [0.01, 9.9, 10.1, 200.0])
+@pytest.mark.parametrize("milliseconds", [0.01, 0.1, 9.9, 10.1, 200.0])
 def test_a_measurement_is_short_and_says_so(monkeypatch, capfd, milliseconds):
     """Catches many calls of a slow attention in the middle of a denoising, and an eager call of AVQ
-    that gains less than it keeps the host busy: SD1.5's step at 512 pixels waits for the host."""
+    that gains less than it keeps the host busy: SD1.5's step at 512 pixels waits for the host. The
+    same for compiled layers, around which less is fused."""
     clock = []
     both = partial(clock.append, milliseconds / 2), partial(clock.append, milliseconds / 4), 0.25
 
@@ -339,7 +340,8 @@ def test_a_measurement_is_short_and_says_so(monkeypatch, capfd, milliseconds):
     monkeypatch.setattr(routing, "_captured", captured)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     found = measure(("eager", "compiled"), torch.float16, torch.device("cuda"), TRIAL)
-    assert found == {"eager": milliseconds / 2 > 0.2, "compiled": True}
+    gain = milliseconds / 2
+    assert found == {"eager": gain > 0.2, "compiled": gain > 0.04}
     assert sum(clock) <= 3000
     assert "measures once which attention is faster with 1024 tokens" in capfd.readouterr().err
 
