@@ -1,17 +1,14 @@
 """`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from avq_diffusers.attention import operators, reference, torch_backward
-from avq_diffusers.attention.guarded import kernels
-from avq_diffusers.attention.limits import LIMITS, faults, obstacles
+from avq_diffusers.attention.limits import LIMITS, obstacles
 from avq_diffusers.attention.schema import arguments_of
+from avq_diffusers.attention.settled import Settled, settled_call
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import Spec
@@ -146,14 +143,14 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> Attended:
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
-    settled = _settle(tensors, spec, backend)
-    backend = settled.backend
+    call = _settle(tensors, spec, backend)
+    backend = call.backend
     _refuse_transforms(backend, *tensors.tokens())
     query, key, value = tensors[:3]
     if backend == "triton":
         needs_grad = _needs_grad(*tensors.tokens())
         if not needs_grad and not _is_watched(query, key, value):
-            output, shown = _by_kernels(tensors, spec, settled)
+            output, shown = operators.by_kernels(tensors, spec, call)
             return Attended(output, backend, shown)
         # No gradient for the codebook, even if it requires one.
         with torch.set_grad_enabled(needs_grad):
@@ -178,64 +175,17 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> Attended:
     return Attended(output.transpose(1, 2).contiguous().transpose(1, 2), backend)
 
 
-@dataclass
-class _Settled:
-    """What calls that look alike share.
-
-    Attributes:
-        backend: the one that runs them.
-        repeat: runs the kernels again once a call has run; returns None where that is not possible.
-    """
-
-    backend: str
-    repeat: Callable[[Tensors], tuple[Tensor, Tensor] | None] | None = None
-
-
-# On a GPU, by all that checks and launches depend on.
-_settled: dict[tuple[object, ...], _Settled] = {}
-_MOST_SETTLED = 512
-
-
-def _settle(tensors: Tensors, spec: Spec, backend: str) -> _Settled:
+def _settle(tensors: Tensors, spec: Spec, backend: str) -> Settled:
     """Check a call and choose its backend: on a GPU once for all calls that look the same."""
+
+    def find() -> str:
+        tensors.check(spec)
+        return resolve_backend(backend, tensors, spec)
+
     query = tensors.query
     if not isinstance(query, Tensor) or not query.is_cuda or torch.compiler.is_compiling():
-        tensors.check(spec)
-        return _Settled(resolve_backend(backend, tensors, spec))
-    call = (spec, backend, torch.is_grad_enabled(), len(faults), *map(_look, tensors))
-    settled = _settled.get(call)
-    if settled is None:
-        tensors.check(spec)
-        settled = _Settled(resolve_backend(backend, tensors, spec))
-        if len(_settled) >= _MOST_SETTLED:
-            _settled.clear()
-        _settled[call] = settled
-    return settled
-
-
-def _by_kernels(tensors: Tensors, spec: Spec, settled: _Settled) -> tuple[Tensor, Tensor]:
-    """`operators.by_kernels`; without a codebook or updates, later calls repeat its launches."""
-    if not tensors.query.is_cuda:
-        return operators.by_kernels(tensors, spec)
-    if settled.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
-        found = settled.repeat(tensors)
-        if found is not None:
-            return found
-    num_faults = len(faults)
-    found = operators.by_kernels(tensors, spec)
-    is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
-    is_new = settled.repeat is None and len(faults) == num_faults
-    # A call in a CUDA graph may not have been checked.
-    if is_whole and is_new and not torch.cuda.is_current_stream_capturing():
-        settled.repeat = kernels().call.repetition(tensors, spec)
-    return found
-
-
-def _look(x: object) -> object:
-    """What checks and dispatch look at: properties of a tensor, a number, or the type of others."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    return x if x is None or isinstance(x, int | float) else type(x)
+        return Settled(find())
+    return settled_call(tensors, spec, backend, torch.is_grad_enabled(), find=find)
 
 
 def _is_watched(*tensors: Tensor) -> bool:

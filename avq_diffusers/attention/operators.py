@@ -15,7 +15,9 @@ from avq_diffusers.attention import torch_backward, torch_forward
 from avq_diffusers.attention.autograd import make_differentiable
 from avq_diffusers.attention.flops import forward_flops
 from avq_diffusers.attention.guarded import guarded, kernels
+from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.schema import CALL, call_of, query_tile_of, shapes_of
+from avq_diffusers.attention.settled import Settled, settled_call
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
 
@@ -32,18 +34,32 @@ def by_pytorch(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
         return torch_forward.avq_attention(tensors, spec)
 
 
-def by_kernels(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
+def by_kernels(tensors: Tensors, spec: Spec, call: Settled) -> tuple[Tensor, Tensor]:
     """`by_pytorch` by kernels, unless `guarded` rules them out.
+
+    Without a codebook or updates, later calls repeat the first one's launches.
 
     Args:
         tensors, spec: the checked call.
+        call: what calls like this one share.
     """
+    if call.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
+        repeated = call.repeat(tensors)
+        if repeated is not None:
+            return repeated
+    num_faults = len(faults)
     found = guarded(
         tensors,
         spec,
         lambda *codewords: list(kernels().call.kernel_attention(tensors, *codewords, spec)),
         lambda part: [by_pytorch(part, spec)[0]],
     )
+    is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
+    is_new = call.repeat is None and len(faults) == num_faults
+    # A call in a CUDA graph may not have been checked.
+    is_kept = tensors.query.is_cuda and not torch.cuda.is_current_stream_capturing()
+    if is_whole and is_new and is_kept:
+        call.repeat = kernels().call.repetition(tensors, spec)
     return by_pytorch(tensors, spec) if found is None else (found[0], found[1])
 
 
@@ -60,7 +76,8 @@ def torch_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 )
 def kernel_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`by_kernels`, as an operator."""
-    return by_kernels(*call_of(arguments))
+    tensors, spec = call_of(arguments)
+    return by_kernels(tensors, spec, settled_call(tensors, spec, find=lambda: "triton"))
 
 
 make_differentiable(torch_attention, by_kernels=False)

@@ -448,6 +448,29 @@ def test_it_is_a_well_behaved_operation(form):
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 
+@GPU
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_further_calls_repeat_the_launches_of_the_first(is_eager, monkeypatch):
+    """Catches eager calls or compiled code that plan each call anew, or repeat another call's."""
+    tokens = on_device(queries=300, dtype=FP16)[:3]
+    tensors, spec = call_of(*tokens, threshold=1e-3)
+    arguments = arguments_of(tensors, spec)
+
+    def run(scale: float) -> Tensor:
+        with torch.no_grad():
+            if is_eager:
+                return ops.attend(tensors._replace(scale=scale), spec, "triton").output
+            *others, _, numbers, threshold = arguments
+            operator = torch.ops.avq_diffusers.kernel_attention.default
+            return operator(*others, scale, numbers, threshold)[0]
+
+    expected = {scale: run(scale) for scale in (0.1, 0.5)}
+    assert not torch.equal(*expected.values())
+    monkeypatch.setattr(call, "kernel_attention", None)
+    for scale, output in expected.items():
+        assert torch.equal(run(scale), output)
+
+
 @pytest.mark.parametrize("has_codebook", [True, False])
 def test_compiles_to_one_graph(has_codebook):
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from avq_diffusers import avq_attention
-from avq_diffusers.attention import api, limits, self_check
+from avq_diffusers.attention import limits, self_check, settled
 from avq_diffusers.attention.triton import call, launch, tuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +28,9 @@ def unverified_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "is_verified", lambda device: False)
     monkeypatch.setattr(self_check, "folder", tmp_path / "checks")
     monkeypatch.setattr(self_check, "_passed", set())
-    monkeypatch.setattr(api, "_settled", {})  # else calls repeat launches that have been checked
+    monkeypatch.setattr(
+        settled, "_settled", {}
+    )  # else calls repeat launches that have been checked
     yield
     limits.faults.clear()
     call.reductions.clear()
@@ -211,7 +213,7 @@ def test_a_gpu_with_less_memory_gets_smaller_tilings(monkeypatch, failures):
         return run(plan, inputs, device)
 
     monkeypatch.setattr(launch.Plan, "run", limited)
-    api._settled.clear()
+    settled._settled.clear()
     for _ in range(2):
         torch.testing.assert_close(attention(), expected)
     assert len({*plans}) == failures + 1
