@@ -44,6 +44,7 @@ UNIFORM = (5e-4, 2e-4, 1e-4, 5e-5)
 # Factor by which an error may exceed a tolerance that still counts as held.
 SLACK = 1.2
 PROBED_STEPS = 6
+FIXED = "AVQ, fixed sizes"
 EQUAL, DIAL = "one threshold in all layers", "thresholds by their effect"
 Row = dict[str, Any]
 
@@ -173,7 +174,11 @@ def tolerance_panels(rows: Sequence[Mapping[str, Any]], title: str) -> list[list
     """Output error against the time of a step; a dashed line marks exact attention."""
     exact = next(row.get("ms") for row in rows if row["scheme"] == EXACT)
     shown = [row | {"error": median(row["errors"])} for row in rows if max(row["errors"])]
-    curves = lines(shown, lambda row: row["scheme"].removesuffix(", own"), "ms", "error")
+
+    def curve(row: Mapping[str, Any]) -> str:
+        return FIXED if row["scheme"].startswith("AVQ") else row["scheme"].removesuffix(", own")
+
+    curves = lines(shown, curve, "ms", "error")
     return [
         [
             Panel(
