@@ -16,8 +16,8 @@ import typer
 
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.exceptions import DataError, exit_on
-from distill.options import ConfigFile, Output, Overrides, Resume, folder_of, run_app
+from distill.data import DataError
+from distill.options import ConfigFile, Output, Overrides, Resume, exit_on, folder_of, run_app
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -39,8 +39,8 @@ def distill(
     with contextlib.ExitStack() as stack:
         with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
             values = load_config(config, DistillConfig, overrides)
+            from distill.checkpointing.checkpoint import locked
             from distill.checkpointing.hub import check_repository
-            from distill.checkpointing.run_folder import locked
             from distill.loop import train
             from distill.run import Run
 

@@ -1,5 +1,8 @@
-"""Options that the training commands share, and how a command starts."""
+"""Options that the training commands share, and how a command starts and ends."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -29,3 +32,13 @@ def run_app(app: typer.Typer) -> None:
     restore_threads()
     hide_torchvision_notes()
     app()
+
+
+@contextmanager
+def exit_on(*kinds: type[Exception], code: int) -> Iterator[None]:
+    """Print the message of such an exception and exit with this code."""
+    try:
+        yield
+    except kinds as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(code) from error

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from avq_diffusers.files import read_log
 from avq_diffusers.mini import model_path
 from distill.checkpointing import checkpoint
-from distill.checkpointing.run_folder import check_unused
 from distill.config import DistillConfig
 from distill.data.batches import training_batches
 from distill.data.encoder import Encoder, module_digest
@@ -72,7 +71,7 @@ class Run:
         if found is not None:
             checkpoint.check_config(found, config, free=FREE)
         elif not resume:
-            check_unused(output)
+            checkpoint.check_unused(output)
         read_log(log_path(output))  # raises for a damaged log, before the long preparation
 
         self.accelerator = accelerator = make_accelerator(config, output)

@@ -3,7 +3,7 @@
 import typer
 
 from avq_diffusers.options import hide_torchvision_notes, restore_threads
-from eval.commands import bench, coco, codebooks, keys, pages, quality, reproduce, vision
+from eval.commands import bench, coco, keys, pages, quality, reproduce, vision
 from eval.commands.options import run_app
 
 app = typer.Typer(
@@ -12,7 +12,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure AVQ attention: speed, similarity to exact attention, quality.",
 )
-for commands in (quality, codebooks, keys, pages):
+for commands in (quality, keys, pages):
     app.add_typer(commands.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(coco.app, name="coco")

@@ -20,7 +20,7 @@ REDUCED = {
     "what_the_codebook_learns": "STEPS, SIZE = 1, 64",
     "vision": "VIT, SIZE, LAYER, HEAD = Path({folder!r}) / 'vit', 96, 1, 0",
     "distil_your_own": """
-STEPS, TRAINING_SIZE, SIZE, SAMPLE_STEPS, SCENES, TIMESTEPS = 2, 64, 64, 1, 1, 1
+STEPS, TRAINING_SIZE, SIZE, SAMPLE_STEPS, PROMPTS, ERROR_STEPS = 2, 64, 64, 1, 1, 1
 RUN = Path({folder!r}) / "run"
 """,
 }

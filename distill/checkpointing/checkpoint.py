@@ -1,26 +1,32 @@
-"""Checkpoints of a training run: a folder of safetensors files and `run.json`.
+"""The folder of a training run, and its checkpoints: folders of safetensors files and `run.json`.
 
-A rename makes a checkpoint appear complete. The leftovers of a killed save are hidden, and the next
-save removes them.
+Only one run writes a folder, and no new run overwrites it. A rename makes a checkpoint appear
+complete. The leftovers of a killed save are hidden, and the next save removes them.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from avq_diffusers import files
 from avq_diffusers.files import TEMPORARY, json_digest, sha256
 from distill.checkpointing.folders import remove_folder, replace_folder
 from distill.config_file import differing_keys, plain_values
+from distill.log import log_path
 
 RUN_FILE = "run.json"
 DIGEST = "digest"  # key in `run.json`: digest of its other values
+LOCK_SECONDS = 10  # a killed run's data workers hold its lock until they notice
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,33 @@ def check_config(found: Checkpoint, config: Any, *, free: tuple[str, ...]) -> No
     """
     if differing := differing_keys(config, found.run["config"], ignored=free):
         raise ValueError(f"{found.path} has a different configuration: {', '.join(differing)}.")
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Keep other runs out of the folder while the block runs.
+
+    Raises:
+        OSError: another run is writing the folder, or it is not writable.
+    """
+    # The Accelerator created later uses this state, also with `accelerate launch --cpu`.
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    if not state.is_main_process:
+        yield
+        return
+    message = f"another run is writing {output}; wait for it, or choose another --output."
+    with files.locked(output, LOCK_SECONDS, message):
+        yield
+
+
+def check_unused(output: Path) -> None:
+    """Check that no run has written the folder.
+
+    Raises:
+        ValueError: one has.
+    """
+    if log_path(output).exists() or checkpoints(output):
+        raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
 
 
 def _damaged(path: Path, reason: str) -> ValueError:

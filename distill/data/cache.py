@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
 from distill.checkpointing.folders import sync
-from distill.exceptions import DataError
+from distill.data import DataError
 
 FORMAT = 3
 SHARD = 512  # samples

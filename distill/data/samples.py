@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from avq_diffusers.images import UNREADABLE
+from distill.data import DataError
 from distill.data.config import DataConfig
 from distill.data.images import PREPROCESS, read_column, to_tensor
-from distill.exceptions import DataError
 from distill.scenes import TRAINING_SEEDS, render, sample_scene
 
 # This many broken samples in a row indicate a broken disk, not a broken file.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from distill.data import DataError
 from distill.data.cache import SHARD, open_cache
 from distill.data.config import DataConfig
 from distill.data.encoder import Encoder
 from distill.data.samples import RowSamples, SceneSamples
-from distill.exceptions import DataError
 
 # Start of PyTorch's message that a worker was killed.
 KILLED = "DataLoader worker (pid"

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from distill.config_file import load_config
-from distill.exceptions import exit_on
-from distill.options import ConfigFile, Output, Overrides, folder_of, run_app
+from distill.options import ConfigFile, Output, Overrides, exit_on, folder_of, run_app
 from distill.pretrain.config import PretrainConfig, ScorerConfig, SD3Config, SDConfig, VAEConfig
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def _train(
         config = load_config(path, kind, overrides)
         import torch
 
-        from distill.checkpointing.run_folder import check_unused
+        from distill.checkpointing.checkpoint import check_unused
         from distill.pretrain.loop import fit, make_accelerator
 
         check_unused(output)

@@ -9,8 +9,7 @@ import typer
 
 from avq_diffusers.options import check_positive, numbers_of
 from distill.config_file import load_config
-from distill.exceptions import exit_on
-from distill.options import ConfigFile, Output, Overrides, Resume, folder_of, run_app
+from distill.options import ConfigFile, Output, Overrides, Resume, exit_on, folder_of, run_app
 
 ATTENTIONS = (
     "exact,M64C8T1e-4,M64P16C8/own,M32P8C8/own,M64P16C8,M32P8C8,flat@M64P16C8/own,"
@@ -33,7 +32,7 @@ def train(
 ) -> None:
     """Fine-tune one model, evaluate it and save it."""
     with exit_on(*ERRORS, code=2):
-        from distill.checkpointing.run_folder import locked
+        from distill.checkpointing.checkpoint import locked
         from distill.vision.config import VisionConfig
         from distill.vision.training import fine_tune
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import data
 
 from avq_diffusers.images import UNREADABLE, image_files, read_upright, refuse_linked_folders
+from distill.data import DataError
 from distill.data.images import read_column, to_tensor
-from distill.exceptions import DataError
 from distill.vision.config import DataConfig, VisionConfig
 
 HUB_SPLITS = {"training": "train", "validation": "validation"}

@@ -128,7 +128,7 @@ def bench_variants_command(
     rows = variant_rows([Case(*case) for case in cases])
     path = output / f"bench_variants_{dtype}.json"
     save_json(path, device="cpu", rows=rows)
-    page = variants_page([read_result(x).document for x in sorted(output.glob("bench_variants_*"))])
+    page = variants_page([read_result(x) for x in sorted(output.glob("bench_variants_*"))])
     write_text(output / "variants.md", page)
     print(page)
 

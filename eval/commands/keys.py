@@ -8,7 +8,6 @@ import typer
 from avq_diffusers.mini import model_path, usual_prompts
 from avq_diffusers.options import device_of, numbers_of
 from eval.commands.options import Device, Download, Dtype, Output, usual_dtype
-from eval.commands.stored import draw
 from eval.store.report import RESULTS, publish
 
 if TYPE_CHECKING:
@@ -78,8 +77,9 @@ def keys_command(
 
     Example: python -m eval keys --download --sizes 518,1036
     """
-    from eval.keys.measuring import key_method, keys_table, measure
+    from eval.keys.measuring import dial_panels, key_method, keys_table, measure
     from eval.keys.subjects import own_size, subject_of, takes_stored
+    from eval.store.plots import panel_plot
 
     names = (methods or METHODS).split(",")
     of_names = {name: key_method(name) for name in names}
@@ -103,7 +103,7 @@ def keys_command(
         dtype=str(loaded.dtype),
         rows=rows,
     )
-    draw(path)
+    panel_plot(path.with_name(f"{path.stem}_dial.png"), dial_panels(rows))
 
 
 def sides_of(sizes: str) -> tuple[int, ...]:

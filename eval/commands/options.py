@@ -65,7 +65,6 @@ Images = Annotated[int, typer.Option(min=2, help="Number of images, of each meth
 Prompts = Annotated[int, typer.Option(min=1, help="Prompts, captions of test scenes.")]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 PNDMSteps = Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")]
-Timesteps = Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")]
 Batch = Annotated[
     int | None,
     typer.Option(min=1, help="Images per batch; the default depends on the device."),

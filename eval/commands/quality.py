@@ -1,4 +1,4 @@
-"""Similarity and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
+"""Quality: `tolerance`, `scenes`, `merge`, `ablate`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +19,9 @@ from eval.commands.options import (
     Images,
     Levels,
     Methods,
+    Model,
     Output,
+    Overrides,
     Prompts,
     Scorer,
     Size,
@@ -28,9 +30,9 @@ from eval.commands.options import (
     calibration_prompts,
     held_out_scenes,
     result_name,
+    some_of,
     usual_dtype,
 )
-from eval.commands.stored import draw
 from eval.store.report import (
     RESULTS,
     SCORER,
@@ -41,62 +43,7 @@ from eval.store.report import (
     save_json,
 )
 
-TABLE_KINDS = "scenes", "merge", "bench steps"
-
 app = typer.Typer()
-
-
-@app.command("compare")
-def compare_command(
-    methods: Methods = "M64P16C8,M192,M4,value-projection",
-    model: AnyModel = "mini-sd",
-    prompts: Prompts = 8,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per prompt.")] = 3,
-    steps: Steps = 25,
-    levels: Levels = "0",
-    size: Size = None,
-    dilated: Dilated = False,
-    device: Device = None,
-    output: Output = RESULTS,
-) -> None:
-    """Compare each method's images with exact attention's for the same prompts and seeds.
-
-    Also writes a sheet with four prompts per method.
-
-    Example: python -m eval compare --methods M64P16C8,M192
-
-    At twice the size: python -m eval compare --size 512 --scalecrafter
-    """
-    from eval.methods.running import load_pipeline
-    from eval.quality.compare import compare, compare_sheet, compare_table
-    from eval.quality.generation import Sampling, dilation_facts
-
-    numbers, place = numbers_of("--levels", levels), device_of(device)
-    pipe = load_pipeline(model, place)
-    chosen = [scene.caption for scene in held_out_scenes(prompts)]
-    settings = Sampling(num_inference_steps=steps, size=size, is_dilated=dilated)
-    rows, images = compare(
-        pipe,
-        methods.split(","),
-        chosen,
-        range(seeds),
-        settings,
-        levels=numbers,
-        calibration_prompts=calibration_prompts(),
-    )
-    name = result_name("compare", model, numbers, size, dilated)
-    publish(
-        output / f"{name}.json",
-        compare_table(rows),
-        device=place,
-        prompts=chosen,
-        num_seeds=seeds,
-        num_inference_steps=steps,
-        size=size,
-        scalecrafter=dilation_facts(pipe, settings),
-        rows=rows,
-    )
-    compare_sheet(output / f"{name}.webp", images, chosen)
 
 
 @app.command("tolerance")
@@ -236,7 +183,7 @@ def scenes_command(
     path = output / f"{name}{f'_seed{first_seed}' if first_seed else ''}.json"
     finished = {}
     if resume and path.exists():
-        finished = finished_rows(read_result(path).document, protocol | environment(place))
+        finished = finished_rows(read_result(path), protocol | environment(place))
     rows, judge = [], SceneScorer(scorer).to(place)
     for row in score_methods(pipe, trial, judge, finished):
         rows.append(row)
@@ -282,44 +229,61 @@ def merge_command(
     save_json(output, device="cpu", **protocol, runs=runs, rows=rows)
 
 
-@app.command("table")
-def table_command(
-    results: Annotated[
-        list[Path], typer.Argument(help="Files from `scenes` or `merge`, and from `bench steps`.")
-    ],
-    name: Annotated[str, typer.Option(help="Name of the file to write.")] = "table",
+@app.command("ablate")
+def ablate_command(
+    config: Annotated[Path, typer.Option(help="YAML file of distill.")] = Path(
+        "configs/mini_m64p16c8.yaml"
+    ),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/ablation"),
+    variants: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Training seeds.")] = "0",
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    overrides: Overrides = (),
+    model: Model = "mini-sd",
+    prompts: Prompts = 16,
+    steps: Steps = 8,
+    device: Device = None,
     output: Output = RESULTS,
 ) -> None:
-    """Join quality and speed of all methods in one table, for images of one or more sizes.
+    """Train variants of a distillation and compare their errors against the teacher.
 
-    A time from `bench steps` goes with each row of the same configuration at the same levels.
+    Repeat it with more seeds or variants to add them: finished runs are kept.
 
-    Example: python -m eval table merged.json merged_512.json bench_steps_cuda.json
+    Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000
     """
-    found = [read_result(path, TABLE_KINDS) for path in results]
-    from eval.quality.method_table import build_table, quality_table
+    from eval.methods.running import load_pipeline
+    from eval.quality.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
 
-    table = build_table(found)
-    publish(output / f"{name}.json", quality_table(table), **table)
-
-
-@app.command("plot")
-def plot_command(
-    results: Annotated[list[Path], typer.Argument(help="Files from keys or vision features.")],
-) -> None:
-    """Plot stored results again, each to the PNG beside its file.
-
-    Example: python -m eval plot eval/results/keys/keys_vit_cuda_bfloat16.json
-    """
-    for path in results:
-        draw(path)
+    chosen = some_of("--variants", variants or ",".join(VARIANTS), VARIANTS)
+    place = device_of(device)
+    pipe = load_pipeline(model, place)
+    trained = train_variants(
+        config,
+        runs,
+        chosen,
+        seeds=numbers_of("--seeds", seeds),
+        parallel=parallel,
+        overrides=overrides,
+    )
+    captions = [scene.caption for scene in held_out_scenes(prompts)]
+    rows = ablation_rows(pipe, trained, captions, steps)
+    publish(
+        output / f"ablation_{config.stem}.json",
+        ablation_table(rows),
+        device=place,
+        config=config.name,
+        overrides=list(overrides),
+        num_prompts=prompts,
+        num_inference_steps=steps,
+        rows=rows,
+    )
 
 
 def _scenes_document(path: Path) -> Mapping[str, Any]:
     """The content of a file from `scenes`."""
     from eval.quality.scene_rows import noise_seeds, scenes_table
 
-    document = read_result(path, ("scenes",)).document
+    document = read_result(path, "scenes")
     with complete(path):
         noise_seeds(document)
         scenes_table(document["rows"])

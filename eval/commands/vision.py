@@ -11,7 +11,6 @@ from avq_diffusers.mini import model_path
 from avq_diffusers.options import device_of, tolerances_of
 from eval.commands.keys import SMALLEST, VIT, folder_of, load, result_path, sides_of
 from eval.commands.options import Device, Download, Methods, Output, Size, Tolerances
-from eval.commands.stored import draw
 from eval.store.report import RESULTS, publish, save_json
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ def features(
     """
     from eval.keys.measuring import measured_method
     from eval.keys.vit import load_decoder
-    from eval.vision.features import WORDS, features_table, measure_features
+    from eval.store.plots import panel_plot
+    from eval.vision.features import WORDS, features_panels, features_table, measure_features
 
     names = methods.split(",")
     for name in names:
@@ -102,7 +102,7 @@ def features(
             rows.append(row)
             save_json(path, **facts, rows=rows)
     print(features_table(rows))
-    draw(path)
+    panel_plot(path.with_suffix(".png"), features_panels(rows))
 
 
 @app.command()
@@ -120,12 +120,11 @@ def tolerance(
 
     Example: python -m eval vision tolerance --download
     """
-    from eval.quality.tolerance import tolerance_table
-    from eval.vision.tolerance import measure_tolerances
+    from eval.quality.tolerance import measure_vision_tolerances, tolerance_table
 
     limits = tolerances_of("--tolerances", tolerances)
     loaded = load_vision(model, download, device_of(device))
-    profile, rows = measure_tolerances(loaded, limits, size, probed, images)
+    profile, rows = measure_vision_tolerances(loaded, limits, size, probed, images)
     path = result_path(output, "vision_tolerance", model, str(size), loaded.device.type)
     publish(
         path,

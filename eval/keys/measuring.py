@@ -32,7 +32,7 @@ from eval.keys.subjects import Subject
 from eval.methods.base import KEYS, AttentionMethod
 from eval.methods.registry import EXACT, NO_ATTENTION, WORDS, parse_method
 from eval.store.markdown import Column, figure, rows_table
-from eval.store.plots import Panel, lines
+from eval.store.plots import LOGS, Panel, lines
 
 Row = dict[str, Any]
 Attention = Callable[..., Callable[[], Attended]]  # makes the function that computes a call
@@ -194,7 +194,10 @@ def dial_panels(rows: Sequence[Row]) -> list[list[Panel]]:
                 least = row["error"]
                 shown.append(row | {"scheme": "AVQ, own"})
         if shown:
-            panels.append(replace(_panel(shown, "ms", "error"), reference_x=exact))
+            curves = lines(shown, lambda row: row["scheme"].removesuffix(", own"), "ms", "error")
+            title = f"error of one layer, {shown[0]['tokens']} tokens"
+            time = "ms of the layer; dashed: exact attention"
+            panels.append(Panel(title, time, curves, **LOGS, reference_x=exact))
     return [panels]
 
 
@@ -202,14 +205,6 @@ def by_tokens(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each number of tokens."""
     numbers = dict.fromkeys(row["tokens"] for row in rows)
     return [[row for row in rows if row["tokens"] == number] for number in numbers]
-
-
-def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
-    title = {"error": "error of one layer", "features_off": "error of the features"}[y]
-    curves = lines(rows, lambda row: row["scheme"].removesuffix(", own"), x, y)
-    xlabel = {"ms": "ms of the layer; dashed: exact attention"}.get(x, x)
-    title = f"{title}, {rows[0]['tokens']} tokens"
-    return Panel(title, xlabel, curves, xscale="log", yscale="log")
 
 
 def stored_codebooks(subject: Subject, method: AttentionMethod) -> AVQCodebooks | None:

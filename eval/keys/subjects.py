@@ -16,6 +16,7 @@ from avq_diffusers.hosts import has_unet
 from avq_diffusers.options import first_line
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.methods.running import load_pipeline, network_of
+from eval.quality.repeats import recorded_calls
 
 NUM_STEPS = 6
 KEYS_PER_LAYER = 16384
@@ -117,10 +118,11 @@ def subject_of(
         raise ValueError(f"--frames is for vision models, but got {frames} for a pipeline.")
     denoiser, tests = network_of(model), []
     arguments = {"height": size, "width": size, "num_inference_steps": NUM_STEPS}
-    for seed, prompt in enumerate(prompts[:num_images]):
-        noise = torch.Generator().manual_seed(seed)
-        image = partial(model, prompt, generator=noise, output_type="latent", **arguments)
-        tests += _denoising(denoiser, image)
+    calls = recorded_calls(model, prompts[:num_images], 0, 1, **arguments)
+    for prompt in range(num_images):
+        made = [call for call in calls if prompt in call.prompts]
+        chosen = [made[number] for number in MEASURED_CALLS]
+        tests += [partial(_output, denoiser, *call.args, **call.kwargs) for call in chosen]
     fit = partial(_calibrate, model, prompts[num_images:], seed=num_images, **arguments)
     return Subject(denoiser, size, tests, fit)
 
@@ -139,18 +141,6 @@ def vision_arguments(model: nn.Module, pixels: Tensor) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in parameters else {}
     return {"pixel_values": pixels.to(next(model.parameters())), **options}
-
-
-def _denoising(denoiser: nn.Module, image: Callable[[], Any]) -> list[Callable[[], Tensor]]:
-    """Make an image; return functions that repeat the measured calls of its denoiser."""
-    calls = []
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(partial(_output, denoiser, *args, **kwargs))
-
-    with torch.no_grad(), denoiser.register_forward_pre_hook(record, with_kwargs=True):
-        image()
-    return [calls[index] for index in MEASURED_CALLS]
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from eval.methods.base import UNET_IMAGES, UNET_STEP, AttentionMethod
+from eval.methods.base import UNET_IMAGES, UNET_STEP, AttentionMethod, Word
 
+LINFUSION_CONFIG = "LinFusion"  # the `config` of its rows
 FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 
 
@@ -31,3 +32,11 @@ class Folder(AttentionMethod):
     @property
     def scheme(self) -> str:
         return "trained"
+
+
+class LinFusion(Word):
+    """LinFusion, linear attention, with random weights; trained layers are in folders."""
+
+    kind = example = "linfusion"
+    places = (UNET_STEP,)
+    title = "LinFusion"

@@ -22,8 +22,7 @@ from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, r
 from avq_diffusers.hosts import has_unet
 from eval.methods.avq import config_label, exact_labels
 from eval.methods.base import TRANSFORMER_IMAGES, UNET_IMAGES
-from eval.methods.folder import Folder
-from eval.methods.linfusion import LINFUSION_CONFIG
+from eval.methods.folder import LINFUSION_CONFIG, Folder
 from eval.methods.registry import check_place, parse_method, parse_word
 from eval.methods.running import avq_in, layers_run_by, network_of
 from eval.store.report import folder_digest
@@ -58,25 +57,6 @@ class Method:
     uncalibrated: AVQConfig | None = None
 
     @property
-    def layer_configs(self) -> list[AVQConfig]:
-        """The layers' configurations with `num_refined` applied.
-
-        One per layer for codebooks, one for all layers for own codewords, none otherwise.
-        """
-        configs = [] if self.own is None else [self.own]
-        if self.codebooks is not None:
-            configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
-        refined = {} if self.num_refined is None else {"num_refined": self.num_refined}
-        return [config.changed(**refined) for config in configs]
-
-    @property
-    def has_own_codewords(self) -> bool:
-        """Whether codewords come from the keys of each call, projections trained or not."""
-        return self.own is not None or (
-            self.codebooks is not None and self.codebooks.config["own_codewords"]
-        )
-
-    @property
     def unusual_fields(self) -> dict[str, Any]:
         """Non-default fields that change the computation and are missing from `facts`."""
         if self.codebooks is None:
@@ -103,11 +83,16 @@ class Method:
         `"LinFusion"`. Effective codewords, M0 + P C, are what a query attends to, the paper's cost,
         averaged over layers; None with a threshold, where they depend on the image.
         """
-        configs = self.layer_configs
+        configs = [] if self.own is None else [self.own]
+        is_own = self.own is not None
+        if self.codebooks is not None:
+            configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
+            is_own = self.codebooks.config["own_codewords"]
+        if self.num_refined is not None:
+            configs = [config.changed(num_refined=self.num_refined) for config in configs]
         labels = [LINFUSION_CONFIG] if self.linfusion is not None else []
+        labels += dict.fromkeys(config_label(config, own=is_own) for config in configs)
         if configs:
-            is_own = self.has_own_codewords
-            labels += dict.fromkeys(config_label(config, own=is_own) for config in configs)
             labels += exact_labels(self.own or self.codebooks.avq_config)
         effective = [config.columns for config in configs]
         return {

@@ -11,10 +11,8 @@ from typing import Any
 
 from eval.methods.avq import LEVELS, Configuration, Own, Stored, source_of
 from eval.methods.base import AttentionMethod, Word
-from eval.methods.controls import Limit, ValueProjection
-from eval.methods.exact import Exact
-from eval.methods.folder import Folder
-from eval.methods.linfusion import LinFusion
+from eval.methods.exact import Exact, Limit, ValueProjection
+from eval.methods.folder import Folder, LinFusion
 from eval.methods.peer import Peer
 from eval.methods.pisa import Pisa, PisaZeroth
 from eval.methods.pooled import Pooled

@@ -9,14 +9,25 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from avq_diffusers import AVQConfig
 from avq_diffusers.attention.limits import VERIFIED
-from eval.methods.linfusion import LINFUSION_CONFIG
-from eval.methods.registry import AVQ, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
-from eval.quality.method_table import build_table
-from eval.quality.scene_rows import LESS_EXACT
+from eval.keys.measuring import dial_panels
+from eval.methods.avq import config_label
+from eval.methods.folder import LINFUSION_CONFIG
+from eval.methods.registry import (
+    AVQ,
+    EXACT,
+    LIMIT,
+    LINFUSION,
+    NO_ATTENTION,
+    TOME,
+    method_label,
+    timed_method,
+)
+from eval.quality.scene_rows import LESS_EXACT, row_key
 from eval.quality.tolerance import SLACK, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
-from eval.store.plots import Line, Panel, bar_plot, lines, panel_plot
+from eval.store.plots import LOGS, Line, Panel, bar_plot, lines, panel_plot
 from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
@@ -28,7 +39,9 @@ COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled"]
 COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 STEPS = "speed/bench_steps_cuda.json"
 PARALLEL = "speed/bench_parallel_cuda_x2.json"
-TIMED = "1024² (SD1.5; compiled)"  # a column of the methods table
+QUALITY = "peers_levels0", "peers_levels01", "own_levels01"
+TIMED = "sd15", 1024, "compiled"  # of the steps on the quality page
+ALL_LEVELS = 0, 1, 2  # of mini-sd, whose layers LinFusion replaces
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OWN_SCHEME = ", own"
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
@@ -70,7 +83,7 @@ class File:
     """A result: `rows` by one or more fields, each with at least the other given fields."""
 
     def __init__(self, path: Path, keys: Sequence[str], *fields: str) -> None:
-        self.path, self.document, self.rows = path, read_result(path).document, Rows(path)
+        self.path, self.document, self.rows = path, read_result(path), Rows(path)
         with complete(path):
             self.date = self.document["environment"]["date"]
             self.device = self.document["environment"]["device"].removesuffix(" 80GB HBM3")
@@ -166,30 +179,25 @@ def _memory(row: Row, exact: Row) -> float | None:
 
 def quality(folder: Path) -> Figures:
     """Images of mini-sd and mini-sd3 against exact attention's."""
-    times = [path for path in [folder / STEPS] if path.is_file()]
     newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
-    groups = [[folder / f"quality/quality_peers_levels{levels}.json" for levels in ("0", "01")]]
-    groups += [[folder / "quality/quality_own_levels01.json"], [newest]]
-    found = Rows(groups[0][0])
-    for group in groups:
-        table = build_table([*map(read_result, [*group, *times])])
-        with complete(group[0]):
-            ((size, protocol),) = table["quality"].items()
-            model = f"{protocol['model']}, {size}"
-            measured = [(row, row["quality"][size]) for row in table["rows"] if row["quality"]]
-            exact = {row["method"]: metrics for row, metrics in measured}[EXACT]
-            for row, metrics in measured:
-                if row["method"] in COMPARED:
+    paths = [*(folder / f"quality/quality_{name}.json" for name in QUALITY), newest]
+    steps = [path for path in [folder / STEPS] if path.is_file()]
+    times = step_times(*steps) if steps else {}
+    found = Rows(paths[0])
+    for path in paths:
+        document = read_result(path)
+        with complete(path):
+            model = f"{document['model']}, {document['size']}²"
+            measured = {(row["method"], *row_key(row)[1]): row for row in document["rows"]}
+            exact = measured[EXACT,]
+            for (method, *at_levels), row in measured.items():
+                if method in COMPARED:
                     is_unet = "sd3" not in model
-                    levels = ", ".join(map(str, row["levels"])) if is_unet else "all"
-                    facts = {
-                        "model": model,
-                        "levels": levels,
-                        "attention": label_of(row),
-                        "ms": row["ms"].get(TIMED) if is_unet else None,
-                    }
-                    less = {column: metrics[x] - exact[x] for x, column in LESS_EXACT.items()}
-                    found.setdefault((model, levels, row["method"]), facts | less | metrics)
+                    levels = ", ".join(map(str, at_levels)) if is_unet else "all"
+                    facts = {"model": model, "levels": levels, "attention": label_of(row)}
+                    facts["ms"] = times.get(computation(row)) if is_unet else None
+                    less = {column: row[x] - exact[x] for x, column in LESS_EXACT.items()}
+                    found.setdefault((model, levels, method), less | row | facts)
     rows = [found[key] for key in sorted(found, key=lambda x: (x[:2], COMPARED.index(x[2])))]
     columns = {
         "model": "model",
@@ -223,7 +231,29 @@ def quality(folder: Path) -> Figures:
         more = ", level 2 too" if row["levels"].endswith("2") else ""
         bars.setdefault(panel, {})[row["attention"] + more] = row["psnr_median"]
     draw = bars_plot("PSNR to exact attention's images, dB", bars)
-    return Figures(values, [*groups[0], *groups[1], newest, *times], "quality_psnr.png", draw)
+    return Figures(values, [*paths, *steps], "quality_psnr.png", draw)
+
+
+def step_times(path: Path) -> dict[Any, float]:
+    """Milliseconds of a step of SD1.5 at 1024², compiled, by `computation`."""
+    times = {}
+    for row in read_result(path)["rows"]:
+        if (row["model"], row["size"], row["run"]) == TIMED:
+            method = timed_method(str(AVQConfig()) if row["method"] == AVQ else row["method"])
+            label, levels = method.kind, method.levels or ()
+            if method.config is not None:
+                label, levels = config_label(method.config, own=method.own), method.config.levels
+            elif method.kind == LINFUSION:
+                label, levels = LINFUSION_CONFIG, ALL_LEVELS
+            times[label, levels] = row["ms"]
+    return times
+
+
+def computation(row: Row) -> tuple[str, tuple[int, ...]] | None:
+    """What a row of images computes: attention and levels; None with trained projections."""
+    config = row.get("config") or row["method"]
+    is_tuned = row.get("origin") == "distilled" and config != LINFUSION_CONFIG
+    return None if is_tuned else (config, row_key(row)[1])
 
 
 def tolerance(folder: Path) -> Figures:
@@ -309,7 +339,8 @@ def keys(folder: Path) -> Figures:
         "coarse_gain": f"{exact['ms'] / rows[COARSE]['ms']:.1f}",
         "coarse_error": columns["error"](rows[COARSE]),
     }
-    return Figures(values, [path])
+    draw = partial(panel_plot, rows=dial_panels([*rows.values()]))
+    return Figures(values, [path], f"keys/{path.stem}_dial.png", draw)
 
 
 def vision(folder: Path) -> Figures:
@@ -362,8 +393,7 @@ def vision(folder: Path) -> Figures:
         curves = lines(of_size, "attention", "ms", "features_off")
         exact_ms = file.rows[EXACT, side]["ms"]
         title, time = f"error of the features, {side}²", "ms of a forward pass; dashed: exact"
-        scales = {"xscale": "log", "yscale": "log", "reference_x": exact_ms}
-        panels.append(Panel(title, time, curves, **scales))
+        panels.append(Panel(title, time, curves, **LOGS, reference_x=exact_ms))
     draw = partial(panel_plot, rows=[panels])
     return Figures(values, [features, miou.path, top1.path], "vision.png", draw)
 
@@ -395,8 +425,7 @@ def hardware(folder: Path) -> Figures:
     for name, of_name in groupby(timed, itemgetter("device", "dtype", "head_dim")):
         x, y = zip(*[(row["tokens"], row["gain"]) for row in of_name], strict=True)
         lines.append(Line("{}, {}, head dim {}".format(*name), x, y))
-    scales = {"xscale": "log", "yscale": "log", "reference": 1}
-    panel = Panel("times as fast as exact attention", "tokens", lines, **scales)
+    panel = Panel("times as fast as exact attention", "tokens", lines, **LOGS, reference=1)
     values = {
         "table": rows_table(columns, timed),
         "conclusion": "\n".join(sentences),

@@ -1,12 +1,12 @@
-"""From images to metrics: PSNR, SSIM, CLIP score, copy agreement."""
+"""From images to metrics: PSNR, CLIP score, copy agreement."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics.functional.image import structural_similarity_index_measure
 from transformers import CLIPModel, CLIPTokenizer
 
 from avq_diffusers.images import psnr as psnr_of_image
@@ -23,12 +23,13 @@ def psnr(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return np.array([psnr_of_image(*pair) for pair in zip(images, reference, strict=True)])
 
 
-def ssim(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Structural similarity of each uint8 image (n, h, w, 3) to its reference."""
-    value = structural_similarity_index_measure(
-        _to_tensor(images), _to_tensor(reference), data_range=1.0, reduction="none"
-    )
-    return value.numpy()
+def psnr_metrics(decibels: np.ndarray) -> dict[str, float]:
+    """Median and 10th percentile of the PSNR of images (n,)."""
+    return {
+        "psnr_median": median(decibels.tolist()),
+        # Identical images have an infinite PSNR, which cannot be interpolated.
+        "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
+    }
 
 
 class Scorer(nn.Module):
@@ -73,7 +74,7 @@ def image_features(scorer: Scorer, images: np.ndarray) -> Tensor:
     batches = (
         images[start : start + SCORER_BATCH] for start in range(0, len(images), SCORER_BATCH)
     )
-    return torch.cat([scorer(_to_bytes(batch)) for batch in batches])
+    return torch.cat([scorer(torch.from_numpy(batch).permute(0, 3, 1, 2)) for batch in batches])
 
 
 def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np.ndarray:
@@ -91,11 +92,3 @@ def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
     """Copy agreement of the images whose scenes have copies."""
     values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
     return np.array([value for value in values if value is not None])
-
-
-def _to_bytes(images: np.ndarray) -> Tensor:
-    return torch.from_numpy(images).permute(0, 3, 1, 2)
-
-
-def _to_tensor(images: np.ndarray) -> Tensor:
-    return _to_bytes(images).float() / 255

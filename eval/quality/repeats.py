@@ -15,6 +15,7 @@ from eval.benchmarks.timing import block_ms, in_turns
 from eval.methods.running import network_of
 
 TURNS = 7
+WHOLE = (1000,)  # one part: the denoising begins at this timestep
 
 
 class Call(NamedTuple):
@@ -40,12 +41,13 @@ def recorded_calls(
     prompts: Sequence[str],
     first_seed: int,
     batch_size: int,
-    starts: Iterable[int],
+    starts: Iterable[int] = WHOLE,
     **arguments: Any,
 ) -> list[Call]:
     """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`.
 
-    `starts` are the timesteps at which parts of the denoising begin, as in a profile.
+    `starts` are the timesteps at which parts of the denoising begin, as in a profile; by default
+    there is one part.
     """
     parts = {start: start for start in starts}
     calls: list[Call] = []

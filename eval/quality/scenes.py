@@ -14,10 +14,16 @@ from tqdm import tqdm
 from distill.scenes import Scene, corrupt, render
 from eval.methods.prepared import Method, attention_method, calibrated, load_methods
 from eval.methods.registry import EXACT
-from eval.quality.compare import psnr_metrics
 from eval.quality.frechet import Gaussian, distances, fit_gaussian, frechet_distance
 from eval.quality.generation import Sampling, dilation_config, generate
-from eval.quality.metrics import Scorer, clip_scores, copy_agreements, image_features, psnr
+from eval.quality.metrics import (
+    Scorer,
+    clip_scores,
+    copy_agreements,
+    image_features,
+    psnr,
+    psnr_metrics,
+)
 from eval.quality.scene_rows import BROKEN, LIKENESS, REAL
 
 

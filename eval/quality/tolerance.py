@@ -22,20 +22,22 @@ from statistics import mean, median
 from typing import Any
 
 from diffusers import DiffusionPipeline
+from torch import nn
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, ErrorProfile, measure_error
 from avq_diffusers.config import LARGEST_TOLERANCE
-from avq_diffusers.hosts import Allocation
+from avq_diffusers.hosts import Allocation, output_errors
 from eval.benchmarks.networks import by_peer, self_attention_by
 from eval.keys.calls import columns_noted
+from eval.keys.photographs import PHOTOGRAPHS, photograph
+from eval.keys.subjects import vision_arguments
 from eval.methods.peer import Peer
 from eval.methods.prepared import attention_method, load_methods
 from eval.methods.registry import EXACT, parse_method, parse_word
 from eval.methods.running import avq_in, network_of
-from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
-from eval.quality.metrics import psnr
+from eval.quality.metrics import psnr, psnr_metrics
 from eval.quality.repeats import Steps, recorded_calls, repeated_errors
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Panel, lines
@@ -102,6 +104,27 @@ def measure_tolerances(
     if steps is not None:
         for row, milliseconds in zip(rows, steps.milliseconds(), strict=True):
             row["ms"] = milliseconds / len(calls[0].prompts)
+    return profile, rows
+
+
+def measure_vision_tolerances(
+    model: nn.Module, tolerances: Sequence[float], size: int, num_probed: int, num_images: int
+) -> tuple[ErrorProfile, list[Row]]:
+    """Probe some photographs; measure a vision model's features of others, one row per plan.
+
+    The output is the last hidden states.
+    """
+    names = PHOTOGRAPHS[: num_images + num_probed]
+    images = [vision_arguments(model, photograph(name, size)) for name in names]
+    pixels = [one.pop("pixel_values") for one in images]
+    profile = measure_error(model, pixels[num_images:], **images[0])
+    plans = plans_of(profile, tolerances)
+    choices = [plan.choices for plan in plans.values()]
+    errors = output_errors(model, pixels[:num_images], choices, profile.config, **images[0])
+    rows = []
+    for (name, plan), of_plan in zip(plans.items(), errors, strict=True):
+        columns = [one.columns for layer in plan.choices.values() for one in layer.values()]
+        rows.append(plan_row(name, plan, of_plan) | {"columns": mean(columns)})
     return profile, rows
 
 

@@ -15,6 +15,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 
 DASHES = ("-", ":", "-.")
 DASHED: dict[str, Any] = {"linestyle": "--", "linewidth": 0.8, "color": "#808080"}
 MOST_MARKERS = 20
+LOGS = {"xscale": "log", "yscale": "log"}  # of a `Panel`
 
 
 @dataclass(frozen=True)

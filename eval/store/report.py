@@ -5,9 +5,8 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 RESULTS = Path("runs")  # unless --output says otherwise
 PUBLISHED = Path("eval/results")
 SCORER = str(Path(__file__).parents[1] / "scorer")  # made by configs/mini_scorer.yaml
-PROGRAM = ["python", "-m", "eval"]
-GROUPS = ("bench", "coco", "vision")
+PROGRAM = "python -m eval"
 
 
 def command_line() -> str:
@@ -30,7 +28,7 @@ def command_line() -> str:
     if "--output" in arguments:
         place = arguments.index("--output")
         del arguments[place : place + 2]
-    return f"python -m eval {shlex.join(arguments)}"
+    return f"{PROGRAM} {shlex.join(arguments)}"
 
 
 def save_json(path: Path, *, device: "torch.device | str", **content: Any) -> None:
@@ -50,35 +48,23 @@ def publish(
     save_json(path, device=device, **content)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A file from `python -m eval`: `kind` is its command, `"scenes"` or `"bench steps"`."""
-
-    path: Path
-    kind: str
-    document: Mapping[str, Any]
-
-
-def read_result(path: Path, kinds: Collection[str] = ()) -> Result:
-    """Read a result of one of these kinds; without any, of all kinds.
+def read_result(path: Path, command: str = "") -> Mapping[str, Any]:
+    """Read a result of a command; without one, of any.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a result, or of another kind.
+        ValueError: it is not a result, or of another command.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
     try:
         document = json.loads(path.read_text())
-        program, words = document["command"].split()[:3], document["command"].split()[3:]
-        kind = " ".join(words[:2]) if words[0] in GROUPS else words[0]
+        is_result = document["command"].startswith(f"{PROGRAM} {command}")
     except (ValueError, LookupError, RecursionError, TypeError, AttributeError):
-        program = []
-    if program != PROGRAM:
-        raise ValueError(f"{path} is not a result from python -m eval.")
-    if kinds and kind not in kinds:
-        raise ValueError(f"results must be of {', '.join(kinds)}, but {path} is one of {kind}.")
-    return Result(path, kind, document)
+        is_result = False
+    if not is_result:
+        raise ValueError(f"{path} is not a result from {f'{PROGRAM} {command}'.strip()}.")
+    return document
 
 
 @contextmanager

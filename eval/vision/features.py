@@ -31,7 +31,7 @@ from eval.methods.base import AttentionMethod
 from eval.methods.registry import EXACT, NO_ATTENTION
 from eval.methods.running import avq_in
 from eval.store.markdown import Column, figure, rows_table
-from eval.store.plots import Panel, lines
+from eval.store.plots import LOGS, Panel, lines
 
 Row = dict[str, Any]
 
@@ -47,7 +47,6 @@ COLUMNS: dict[str, Column] = {
     "ms": "ms",
     "exact / ms": "speedup",
 }
-LOGS = {"xscale": "log", "yscale": "log"}
 MIN_TOKENS = 2  # CLIP and SigLIP pool with one query
 
 

@@ -47,11 +47,9 @@ print(json.dumps(found))
 """
 
 
-def test_needs_no_pytorch(tmp_path):
+def test_needs_no_pytorch():
     """Catches an import at the top of a module that costs seconds, and PyTorch on one thread, to
     which `accelerate launch` limits the only process of a machine."""
-    result = tmp_path / "result.json"
-    result.write_text(json.dumps({"command": "python -m eval bench kernels", "rows": []}))
     expected = [
         ("avq --help", 0, "Images of diffusers models with adaptive"),
         ("avq generate --help", 0, "Denoising steps"),
@@ -62,10 +60,8 @@ def test_needs_no_pytorch(tmp_path):
         ("avq calibrate --out a --levels zero", 2, "--levels must be numbers such as 0"),
         ("avq bench fox --out a.txt", 2, "--out must end in .png"),
         ("eval --help", 0, "Measure AVQ attention"),
-        ("eval compare --help", 0, "Denoising steps"),
-        ("eval compare --size 100", 2, "--size must be a multiple of 64"),
-        (f"eval plot {result}", 2, "results must be of keys, vision features"),
-        (f"eval table {result}", 2, "results must be of scenes, merge, bench steps"),
+        ("eval scenes --help", 0, "Denoising steps"),
+        ("eval scenes --size 100", 2, "--size must be a multiple of 64"),
         ("distill --help", 0, "Distil AVQ codebooks"),
         ("distill --config missing.yaml", 2, "missing.yaml"),
         ("distill.pretrain --help", 0, "Usage"),

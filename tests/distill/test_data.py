@@ -21,13 +21,13 @@ from PIL import Image
 from tiny import three_level_pipe, tiny_encoders, tiny_tokenizer
 from torch.utils.data import Dataset
 
+from distill.data import DataError
 from distill.data.batches import add_noise, sample_seed
 from distill.data.config import DataConfig
 from distill.data.encoder import Encoder
 from distill.data.images import crop, linfusion
 from distill.data.sources import open_samples
 from distill.data.stream import EncodedSamples, load_batches, sample_order
-from distill.exceptions import DataError
 from distill.scenes import TRAINING_SEEDS, render, sample_scene
 
 pytestmark = pytest.mark.usefixtures("no_traces")

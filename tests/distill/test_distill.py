@@ -48,8 +48,8 @@ from avq_diffusers.files import json_digest, read_log
 from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
+from distill.checkpointing.checkpoint import locked
 from distill.checkpointing.hub import HTTP_ERRORS, model_card
-from distill.checkpointing.run_folder import locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.data import cache
@@ -631,7 +631,7 @@ def test_a_folder_with_a_run_is_not_overwritten(finished, model, tmp_path):
 
 def test_a_folder_that_another_run_writes_is_refused(finished, model, monkeypatch):
     """Catches mixed logs, and checkpoints that one run takes from under the other."""
-    monkeypatch.setattr(distill.checkpointing.run_folder, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(distill.checkpointing.checkpoint, "LOCK_SECONDS", 0)
     with locked(finished):
         error = refused(model, finished, "--resume")
         assert f"error: another run is writing {finished}; wait for it, or choose" in error

@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_training import CONFIGS
 
 from distill.config_file import load_config
-from distill.exceptions import DataError
+from distill.data import DataError
 from distill.vision.config import VisionConfig
 from distill.vision.images import Prepared, label_maps, open_images, random_piece
 

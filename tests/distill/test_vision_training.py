@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq
 from distill.config_file import load_config
-from distill.exceptions import DataError
+from distill.data import DataError
 from distill.vision.__main__ import app
 from distill.vision.compare import flat_of_time
 from distill.vision.config import VisionConfig

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 from eval_helpers import failed_command, run_command
-from matplotlib.figure import Figure
 
 from eval.__main__ import app
-from eval.commands import stored
-from eval.pages.figures import PAGES
+from eval.pages.figures import PAGES, computation, step_times
 from eval.pages.render import rendered
 from eval.store.report import read_result
 from eval.support import features
@@ -80,8 +78,37 @@ def test_new_results_make_new_pages(results, monkeypatch):
     assert " dB at 321.0 ms per step, ToMe " in (results / "quality.md").read_text()
     hardware = (results / "hardware.md").read_text()
     assert "- a CPU: AVQ is faster from 4321 tokens on, 6 times as fast at 4321." in hardware
-    for name in ("speed", "quality_psnr", "tolerance", "hardware"):
+    dial = "keys/keys_vit_cuda_bfloat16_dial"
+    for name in ("speed", "quality_psnr", "tolerance", "hardware", dial):
         assert (results / f"{name}.png").is_file()
+
+
+def test_times_are_those_of_the_same_computation(tmp_path):
+    """Fails for a join by name: of folders, levels, the default, projections, own codewords."""
+    document = steps()
+    timed = {"exact": 10, "M64P16C8": 6, "M64P16C8@L0": 7, "tome": 8, "tome@L01": 8.5}
+    timed |= {"linfusion": 9, "M64P16C8@L0/own1": 6.5, "avq": 6.75}
+    place = {"model": "sd15", "size": 1024, "run": "compiled"}
+    document["rows"] = [place | {"method": name, "ms": ms} for name, ms in timed.items()]
+    document["rows"].append(place | {"method": "M192@L0/own", "size": 512, "ms": 1})
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(document))
+    times = step_times(path)
+    for method, config, origin, levels, ms in (
+        ("exact", None, None, [0], 10),
+        ("M64P16C8", "M64P16C8", "calibrated", [0], 7),
+        ("M64P16C8", "M64P16C8", "calibrated", [0, 1], 6),
+        ("runs/a", "M64P16C8", "distilled", [0], None),  # with other projections
+        ("tome", None, None, [0], 8),
+        ("tome", None, None, [0, 1], 8.5),
+        ("runs/b", "LinFusion", "distilled", [0, 1, 2], 9),
+        ("runs/c", "LinFusion", "distilled", [0, 1], None),  # not in every layer, as timed
+        ("M64P16C8/own1", "M64P16C8/own1", "own", [0], 6.5),
+        ("M64C8T1e-4", "M64C8T1e-4", "own", [0, 1], 6.75),
+        ("M192/own", "M192/own", "own", [0], None),
+    ):
+        row = {"method": method, "config": config, "origin": origin, "levels": levels}
+        assert times.get(computation(row)) == ms, row
 
 
 def test_without_results_a_page_says_nothing(results):
@@ -140,46 +167,19 @@ def test_what_is_missing_is_said(results, monkeypatch, capsys, name, change, mes
 
 
 PATHS = sorted(RESULTS.rglob("*.json"))
-# Options that commands no longer have: `errors` took times of kernels to stand beside the errors,
-# `vision features` a limit of time.
-REMOVED = {"--kernels", "--minutes"}
+REMOVED = {"--minutes"}  # an option that `vision features` no longer has
 COMMANDS = typer.main.get_command(app)
-KINDS = {path: read_result(path).kind for path in PATHS}
-
-
-def of_kind(*kinds):
-    paths = [path for path in PATHS if KINDS[path] in kinds]
-    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_the_command_of_a_result_exists(path):
     """Catches a command or an option that was renamed and not in the files."""
     command = COMMANDS
-    words = shlex.split(read_result(path).document["command"])[3:]
+    words = shlex.split(read_result(path)["command"])[3:]
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     known = {name for parameter in command.params for name in parameter.opts} | REMOVED
     assert {word for word in words if word.startswith("--")} <= known
-
-
-@pytest.fixture(scope="module")
-def without_plots(tmp_path_factory):
-    """A copy of them."""
-    copy = tmp_path_factory.mktemp("eval") / "results"
-    shutil.copytree(RESULTS, copy, ignore=shutil.ignore_patterns("*.s*", "*.png"))
-    return copy
-
-
-@of_kind(*stored.PLOTS)
-def test_a_stored_plot_is_plotted_again(path, without_plots, monkeypatch):
-    """Catches a result whose rows the plot of today does not read; others look at the image."""
-    monkeypatch.setattr(Figure, "savefig", lambda _, target, dpi: Path(target).touch())
-    copy = without_plots / path.relative_to(RESULTS)
-    for plot in copy.parent.glob("*.png"):
-        plot.unlink()
-    stored.draw(copy)
-    assert list(copy.parent.glob("*.png"))
 
 
 def test_the_page_of_variants_is_that_of_its_results():
@@ -187,8 +187,8 @@ def test_the_page_of_variants_is_that_of_its_results():
     pytest.importorskip("triton")
     from eval.benchmarks.variants import variants_page
 
-    paths = sorted(path for path in PATHS if KINDS[path] == "bench variants")
-    page = variants_page([read_result(path).document for path in paths])
+    results = map(read_result, sorted(RESULTS.rglob("bench_variants_*.json")))
+    page = variants_page([*results])
     assert (RESULTS / "notes" / "variants.md").read_text() == page
 
 

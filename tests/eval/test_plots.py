@@ -1,11 +1,7 @@
-"""Plots and sheets, drawn from results."""
+"""Plots, drawn from results."""
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from eval.commands.stored import PLOTS, draw
-from eval.quality.compare import compare_sheet
 from eval.store import plots
 from eval.store.plots import (
     COLOURS,
@@ -15,53 +11,6 @@ from eval.store.plots import (
     bar_plot,
     panel_plot,
 )
-
-OTHERS = "is not a result from python -m eval"
-NO_PLOT = f"results must be of {', '.join(PLOTS)}, but .* is one of "
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no JSON", OTHERS),
-        ('{"rows": []}', OTHERS),
-        ('{"command": "python -m eval"}', OTHERS),
-        ('{"command": "python -m distill --config x"}', OTHERS),
-        ('{"command": "python -m eval scenes --x"}', f"{NO_PLOT}scenes"),
-        ('{"command": "python -m eval coco score x"}', f"{NO_PLOT}coco score"),
-        *(
-            (f'{{"command": "python -m eval {kind} x"}}', r"x\.json is not a complete result")
-            for kind in PLOTS
-        ),
-    ],
-)
-def test_other_files_are_refused(text, message, tmp_path):
-    """Catches a KeyError that does not say which file it is."""
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        draw(tmp_path / "x.json")
-    assert not (tmp_path / "x.png").exists()
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*y\.json"):
-        draw(tmp_path / "y.json")
-
-
-class TestSheet:
-    def test_a_row_is_a_method(self, tmp_path):
-        """Fails for rows and columns exchanged, or other images than those of the first seed."""
-        first, second = (
-            np.stack([np.full((40, 40, 3), (level + i, 0, 200), np.uint8) for i in range(4)])
-            for level in (50, 150)
-        )
-        compare_sheet(tmp_path / "x.png", {"exact": first, "M4": second}, ["a cat", "a dog"])
-        pixels = np.asarray(Image.open(tmp_path / "x.png"))
-
-        def places(level):
-            return np.argwhere((pixels == (level, 0, 200)).all(-1))
-
-        corners = {level: tuple(places(level)[0].tolist()) for level in (50, 51, 150, 151)}
-        assert corners[50][0] == corners[51][0] < corners[150][0] == corners[151][0]
-        assert corners[50][1] == corners[150][1] < corners[51][1] == corners[151][1]
-        assert [len(places(level)) for level in (50, 52, 151, 152)] == [1600, 0, 1600, 0]
 
 
 def test_colour_and_marker_together_are_of_one_label():

@@ -110,7 +110,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     ("arguments", "message"),
     [
         (
-            "compare --methods nothing",
+            "scenes --methods nothing --images 2",
             "methods must be exact, value-projection, tome, limit, linfusion, folders",
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
@@ -120,9 +120,8 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         ("ablate --variants bse", "--variants must be some of base, learning rate"),
-        ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),
-        ("errors --size 500", "eval: --size must be a multiple of 64, but got 500."),
+        ("scenes --size 500", "eval: --size must be a multiple of 64, but got 500."),
         ("keys", "eval: there is no runs/vit; --download fetches it."),
         ("keys --sizes 518,14", "eval: --sizes must be at least 64, but got 14."),
         (

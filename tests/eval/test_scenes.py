@@ -319,8 +319,8 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
     [
         ([], "x.json is not a result from python -m eval"),
         (
-            {"command": "python -m eval table a"},
-            "must be of scenes, but .* is one of table",
+            {"command": "python -m eval merge a"},
+            "x.json is not a result from python -m eval scenes",
         ),
         ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
     ],

@@ -17,7 +17,6 @@ from avq_diffusers.hosts.measuring import exact_runs
 from avq_diffusers.hosts.measuring.allocation import Choice
 from eval.quality import tolerance
 from eval.quality.repeats import recorded_calls, repeated_errors
-from eval.vision import tolerance as vision_tolerance
 
 SIZES = {"num_parents": 4, "num_children": 2}
 COARSE, FINE = "M4C2T0.1", "M4C2T0.01"
@@ -30,8 +29,7 @@ def short_probes(monkeypatch):
         config = replace(config or AVQConfig(levels=(0,)), **SIZES)
         return measure_error(pipe, examples, config, **arguments)
 
-    for module in (tolerance, vision_tolerance):
-        monkeypatch.setattr(module, "measure_error", measured)
+    monkeypatch.setattr(tolerance, "measure_error", measured)
     monkeypatch.setattr(exact_runs, "MOST_REPEATED", 24)
     monkeypatch.setattr(tolerance, "UNIFORM", (0.1, 0.01))
     monkeypatch.setattr(tolerance, "PROBED_STEPS", 2)
@@ -94,8 +92,8 @@ def noise(name, size):
 @torch.no_grad()
 def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, capsys):
     """Catches errors of the photographs that were probed, and features of a model without AVQ."""
-    monkeypatch.setattr(vision_tolerance, "photograph", noise)
-    monkeypatch.setattr(vision_tolerance, "PHOTOGRAPHS", ("a", "b", "c", "d"))
+    monkeypatch.setattr(tolerance, "photograph", noise)
+    monkeypatch.setattr(tolerance, "PHOTOGRAPHS", ("a", "b", "c", "d"))
     torch.manual_seed(0)
     model = ViTModel(ViTConfig(**WIDE, initializer_range=0.1)).eval()
     model.save_pretrained(tmp_path / "tiny")

@@ -2,18 +2,23 @@
 
 import json
 from math import inf
+from statistics import mean
 
 import pytest
+import torch
 from tiny_training import RUN_CONFIG, TINY_RUN
 from typer.testing import CliRunner
 
+from avq_diffusers import AVQCodebooks, apply_avq, remove_avq
 from distill.config import DistillConfig
 from distill.config_file import load_config
+from distill.scenes import TEST_SEEDS, sample_scene
 from eval.__main__ import app
 from eval.benchmarks import distillation
 from eval.benchmarks.distillation import distillation_table, with_ratios
-from eval.codebooks import ablation
-from eval.codebooks.ablation import ablation_rows, ablation_table, train_variants
+from eval.methods.running import load_pipeline
+from eval.quality import ablation
+from eval.quality.ablation import ablation_table, train_variants
 
 SHARED = [f"--set={key}={value}" for key, value in TINY_RUN.items()]
 
@@ -76,11 +81,32 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
         assert "precision must be 'fp32', 'fp16' or 'bf16'" in row["note"]
 
 
+@torch.no_grad()
+def error_by_hand(model, folder):
+    """The mean error of two prompts' predicted noise in the only step."""
+    pipe = load_pipeline(model, torch.device("cpu"))
+    errors = []
+    for seed, scene in enumerate(map(sample_scene, TEST_SEEDS[:2])):
+        calls = []
+        hook = pipe.unet.register_forward_pre_hook(
+            lambda _, args, kwargs, calls=calls: calls.append((args, kwargs)), with_kwargs=True
+        )
+        noise = torch.Generator().manual_seed(seed)
+        pipe(scene.caption, num_inference_steps=1, guidance_scale=3.0, generator=noise)
+        hook.remove()
+        ((args, kwargs),) = calls
+        exact = pipe.unet(*args, **kwargs)[0]
+        apply_avq(pipe, AVQCodebooks.from_pretrained(folder), route="always")
+        errors.append(float((pipe.unet(*args, **kwargs)[0] - exact).norm() / exact.norm()))
+        remove_avq(pipe)
+    return mean(errors)
+
+
 @pytest.mark.long
 def test_ablate(model, tmp_path):
     """Catches variants that do not reach the run."""
     arguments = ["--config", RUN_CONFIG, "--model", model, "--runs", tmp_path / "runs"]
-    arguments += ["--output", tmp_path, "--images", 2, "--timesteps", 1]
+    arguments += ["--output", tmp_path, "--prompts", 2, "--steps", 1]
     arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
     arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
     result = CliRunner().invoke(app, ["ablate", *map(str, arguments)])
@@ -92,6 +118,12 @@ def test_ablate(model, tmp_path):
         ("commitment 1.0", 0, "M4P2C2"),
     ]
     assert rows[0]["output_error"] != rows[1]["output_error"] > 0
+    for row, name in zip(rows, ("base", "commitment-1.0"), strict=True):
+        folder = tmp_path / "runs" / f"mini_m64p16c8-{name}-seed0" / "codebooks"
+        layers = json.loads((folder / "config.json").read_text())["training"]["layers"].values()
+        for figure in ("quantization_error", "active_ratio", "capture"):
+            assert row[figure] == mean(layer[figure] for layer in layers)
+        assert row["output_error"] == pytest.approx(error_by_hand(model, folder), rel=1e-4)
     states = [
         json.loads(path.read_text())["config"]["objective"]["commitment_weight"]
         for path in sorted(tmp_path.glob("runs/*-seed0/checkpoints/*/run.json"))
@@ -149,20 +181,10 @@ def test_failed_runs_are_refused(tmp_path):
 def test_ablation_table_by_hand():
     """Catches a mean over variants, a wrong error, one of a single seed, and another base."""
     shared = {**dict.fromkeys(ablation.METRICS, 0.5), "config": "M256", "capture": None}
-    errors = [
-        {"method": "a", **shared, "output_error": 0.1},
-        {"method": "b", **shared, "output_error": 0.3},
-        {"method": "c", **shared, "output_error": 0.7},
-        {"method": "d", **shared, "output_error": 0.1},
-    ]
-    names = {"a": "EMA decay 0.9, seed 0", "b": "EMA decay 0.9, seed 12", "c": "base, seed 0"}
-    names["d"] = "base, seed 12"
-    rows = ablation_rows(errors, names)
-    assert [(row["variant"], row["seed"]) for row in rows] == [
-        ("EMA decay 0.9", 0),
-        ("EMA decay 0.9", 12),
-        ("base", 0),
-        ("base", 12),
+    cases = [("EMA decay 0.9", 0, 0.1), ("EMA decay 0.9", 12, 0.3), ("base", 0, 0.7)]
+    rows = [
+        {**shared, "variant": variant, "seed": seed, "output_error": error}
+        for variant, seed, error in (*cases, ("base", 12, 0.1))
     ]
     table = ablation_table(rows).splitlines()[2:]
     # 1 / 7 and 3

@@ -1,64 +1,16 @@
-"""Likeness to exact attention: `python -m eval compare`, of a UNet and of a tiny mini-sd3."""
+"""Methods on a tiny mini-sd3, which is a transformer."""
 
 import json
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from diffusers.models.attention_processor import JointAttnProcessor2_0
-from eval_helpers import CALIBRATION, run_command
-from tiny import three_level_pipe
+from eval_helpers import run_command
 from tiny_transformers import save_tiny_mini_sd3
 
 from avq_diffusers.mini.loading import load_mini_sd3, usual_guidance
 from eval.methods.prepared import attention_method, load_methods
-from eval.methods.registry import EXACT, NO_ATTENTION
-from eval.quality import compare, metrics
-from eval.quality.generation import Sampling, dilation_config, generate
-
-
-def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
-    """Fails for a pairing of prompts and seeds that differs between methods, or from its order."""
-    pipe = three_level_pipe()
-    prompts, seeds, methods = ["a", "bb"], range(2), ("M4P2C2", NO_ATTENTION)
-    settings = Sampling(num_inference_steps=2)
-    rows, images = compare.compare(
-        pipe, methods, prompts, seeds, settings, calibration_prompts=CALIBRATION
-    )
-    assert list(images) == [EXACT, *methods]
-    expected = generate(pipe, ["a", "bb", "a", "bb"], [0, 0, 1, 1], settings)
-    assert np.array_equal(images[EXACT], expected)
-    for row, method in zip(rows, methods, strict=True):
-        assert row["method"] == method
-        values = metrics.psnr(images[method], expected)
-        assert row["psnr"] == pytest.approx(values.tolist())
-        assert row["psnr_median"] == pytest.approx(np.median(values))
-        assert row["psnr_p10"] == min(values)
-        assert row["ssim"] == pytest.approx(metrics.ssim(images[method], expected).tolist())
-        assert row["ssim_median"] == pytest.approx(np.median(row["ssim"]))
-    table = compare.compare_table(rows).splitlines()
-    assert [line.split("|")[1].strip() for line in table] == ["method", "---", *methods]
-    assert [line.split("|")[2].strip() for line in table[2:]] == ["8", "-"]
-    compare.compare_sheet(tmp_path / "sheet.png", images, prompts)
-    assert (tmp_path / "sheet.png").stat().st_size > 1000
-
-
-def test_compare_shows_what_scalecrafter_does():
-    """Fails where both rows are drawn with it, or both without, or where methods are compared to
-    the row without it."""
-    pipe = three_level_pipe()
-    settings = Sampling(num_inference_steps=2, size=256, is_dilated=True)
-    (row,), images = compare.compare(
-        pipe, [NO_ATTENTION], ["a"], range(1), settings, calibration_prompts=CALIBRATION
-    )
-    assert list(images) == [compare.UNDILATED, EXACT, NO_ATTENTION]
-    for name in ("psnr", "ssim"):
-        figures = getattr(metrics, name)(images[NO_ATTENTION], images[EXACT])
-        assert row[name] == pytest.approx(figures.tolist())
-    plain = generate(pipe, ["a"], [0], replace(settings, is_dilated=False))
-    assert np.array_equal(images[compare.UNDILATED], plain)
-    assert not np.array_equal(images[EXACT], plain)
+from eval.quality.generation import Sampling, dilation_config
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +76,15 @@ def test_methods_change_every_layer_and_restore(pipe):
     assert all(one is other for one, other in zip(processors(), before, strict=True))
 
 
-def test_compare_on_a_transformer(folder, tmp_path, monkeypatch):
+def test_scenes_of_a_transformer(folder, scorer_folder, tmp_path, monkeypatch):
     """Fails for methods that leave the images as they are, and a file of mini-sd's name."""
-    options = ["--model", folder, "--prompts", 1, "--seeds", 1, "--steps", 2, "--size", 64]
-    options += ["--methods", "value-projection,M4P2C2/own", "--output", tmp_path]
-    run_command(monkeypatch, "compare", *options)
-    document = json.loads((tmp_path / "compare_mini_sd3_64.json").read_text())
-    control, own = document["rows"]
+    options = ["--model", folder, "--scorer", scorer_folder, "--images", 2, "--steps", 2]
+    options += ["--size", 64, "--methods", "exact,value-projection,M4P2C2/own"]
+    run_command(monkeypatch, "scenes", *options, "--output", tmp_path)
+    document = json.loads((tmp_path / "scenes_mini_sd3_64.json").read_text())
+    *_, control, own = document["rows"]
     assert 10 < control["psnr_median"] < own["psnr_median"] < 100
     assert (own["config"], own["origin"]) == ("M4P2C2/own", "own")
-    assert (tmp_path / "compare_mini_sd3_64.webp").is_file()
 
 
 @pytest.mark.parametrize("name", ["M4P2C2", "tome", "M4P2C2/means"])

@@ -13,14 +13,25 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
-from eval.codebooks.layer_errors import METRICS
+from avq_diffusers.mini.loading import usual_guidance
+from eval.benchmarks.distillation import last_error
+from eval.methods.prepared import attention_method, prepare_methods
+from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.store.markdown import rows_table, standard_error
 
 Row = dict[str, Any]
 
 BASE = "base"
+METRICS = {
+    "output_error": "output error",
+    "quantization_error": "quantization error",
+    "active_ratio": "active ratio",
+    "capture": "capture",
+}
+BATCH = 8  # prompts
 # Variant -> settings it changes in the ablated configuration.
 VARIANTS: dict[str, Mapping[str, Any]] = {
     BASE: {},
@@ -75,18 +86,41 @@ def train_variants(
     return {name: run / "codebooks" for name, (run, _) in runs.items()}
 
 
-def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
+def ablation_rows(
+    pipe: StableDiffusionPipeline,
+    trained: Mapping[str, Path],
+    prompts: Sequence[str],
+    num_inference_steps: int,
+) -> list[Row]:
     """Variant, seed and metrics of every run.
 
+    The output error is |s - t| / |t| of the student's and the teacher's predicted noise, root mean
+    square over an exact run's steps and mean over prompts. Other metrics are those of the last
+    training steps, means over layers; None without codebooks.
+
     Args:
-        errors: rows from `measure_errors`, with folders as methods.
-        names: folder -> `VARIANT, seed S`.
+        pipe: a pipeline without AVQ; its UNet is the teacher.
+        trained: what `train_variants` returned.
+        prompts: prompts of the exact runs.
+        num_inference_steps: their denoising steps.
     """
+    folders = [str(folder) for folder in trained.values()]
+    methods = prepare_methods(pipe, folders, levels=(0,), calibration_prompts=())
+    settings = {"num_inference_steps": num_inference_steps, "guidance_scale": usual_guidance(pipe)}
+    calls = recorded_calls(pipe, prompts, 0, BATCH, **settings)
     rows = []
-    for row in errors:
-        variant, _, seed = names[row["method"]].rpartition(", seed ")
-        figures = {figure: row[figure] for figure in METRICS}
-        rows.append({"variant": variant, "seed": int(seed), "config": row["config"], **figures})
+    for name, method in zip(trained, tqdm(methods, "errors"), strict=True):
+        variant, _, seed = name.rpartition(", seed ")
+        with attention_method(pipe, method):
+            errors = repeated_errors(pipe, calls)
+        layers = method.codebooks.config["training"]["layers"].values()
+        figures = {"output_error": mean(errors)}
+        for figure in METRICS.keys() - figures:
+            found = [layer[figure] for layer in layers if figure in layer]  # flat: no capture
+            figures[figure] = mean(found) if found else None
+        rows.append(
+            {"variant": variant, "seed": int(seed), "config": method.facts()["config"], **figures}
+        )
     return rows
 
 
@@ -115,7 +149,7 @@ def ablation_table(rows: Sequence[Row]) -> str:
 
 
 def _over_seeds(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]  # flat: no capture
+    known = [value for value in values if value is not None]
     if not known:
         return "-"
     error = standard_error(known)
@@ -123,8 +157,6 @@ def _over_seeds(values: Sequence[float | None]) -> str:
 
 
 def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
-    from eval.benchmarks.distillation import last_error
-
     command = [sys.executable, "-m", "distill", "--config", str(config), "--output", str(run)]
     changes = [f"--set={setting}" for setting in settings]
     done = subprocess.run([*command, "--resume", *changes], capture_output=True, text=True)

@@ -1,1 +1,0 @@
-"""What codebooks learn: errors per layer, analyses, ablations, training curves."""
