@@ -329,16 +329,20 @@ def is_within(layer: str, name: str) -> bool:
     return f"{layer}.".startswith(f"{name}.")
 
 
-def check_tolerance(name: str, value: float) -> None:
-    """Refuse a tolerance that is not above 0 and at most `LARGEST_TOLERANCE`; errors name `name`.
+def check_tolerance(value: Any, name: str = "tolerance") -> float:
+    """Check that a tolerance is above 0 and at most `LARGEST_TOLERANCE`, and return it as a float.
 
     Raises:
+        TypeError: `value` is not a number.
         ValueError: `value` is out of range.
     """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number such as 0.02, but got {value!r}.")
     if not 0 < value <= LARGEST_TOLERANCE:
         raise ValueError(
             f"{name} must be above 0 and at most {LARGEST_TOLERANCE}, but got {value}; 0.02 is 2 %."
         )
+    return float(value)
 
 
 def check_threshold(value: Any, name: str = "threshold") -> float:

@@ -48,10 +48,7 @@ def numbers_of(option: str, text: str) -> tuple[int, ...]:
 
 def tolerances_of(option: str, text: str) -> tuple[float, ...]:
     """Read a comma-separated list of tolerances; errors name `option`."""
-    tolerances = _fractions_of(option, text)
-    for tolerance in tolerances:
-        check_tolerance(option, tolerance)
-    return tolerances
+    return tuple(check_tolerance(x, option) for x in _fractions_of(option, text))
 
 
 def thresholds_of(option: str, text: str) -> tuple[float, ...]:

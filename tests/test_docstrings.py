@@ -14,7 +14,8 @@ import avq_diffusers
 ROOT = Path(avq_diffusers.__file__).parent
 # What `.ci/run` builds pages of, beside the public names; the rest of `attention` is its backends.
 PACKAGES = ("codebook", "attention", "extras")
-BACKENDS = {"own_codewords", "torch_backward", "torch_forward", "triton"}
+BACKENDS = {"autograd", "flops", "guarded", "operators", "own_codewords", "packing", "schema"}
+BACKENDS |= {"self_check", "settled", "torch_backward", "torch_forward", "triton"}
 # Names of PyTorch, diffusers and the Hub.
 FOREIGN = {
     "cache_dir",

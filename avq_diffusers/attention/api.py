@@ -157,7 +157,7 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> Attended:
             output, shown = operators.kernel_attention(*arguments_of(tensors, spec))
             return Attended(output, backend, shown)
 
-    tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
+    tensors = tensors.with_wide_codewords()
     if backend == "torch":
         output, shown = operators.torch_attention(*arguments_of(tensors, spec))
         return Attended(output, backend, shown)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from avq_diffusers.attention import torch_backward, torch_forward
+from avq_diffusers.attention import torch_backward
 from avq_diffusers.attention.flops import backward_flops
 from avq_diffusers.attention.guarded import guarded, kernels
 from avq_diffusers.attention.schema import CALL, call_of, shapes_of
-from avq_diffusers.attention.tensors import NUM_TOKENS, Tensors
+from avq_diffusers.attention.tensors import NUM_TOKENS, Tensors, empty_tokens
 from avq_diffusers.config import Spec
 
 
@@ -44,15 +44,15 @@ def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 def _by_pytorch(
     grad_output: Tensor, tensors: Tensors, spec: Spec, needs_grad: Sequence[bool]
 ) -> list[Tensor]:
-    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
     with torch.autocast(tensors.query.device.type, enabled=False):
+        tensors = tensors.with_wide_codewords()
         return torch_backward.gradients(grad_output, tensors, spec, needs_grad)
 
 
 @_attention_backward.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     inputs = zip(arguments[:NUM_TOKENS], arguments[-2], strict=True)
-    return [torch_forward.empty_tokens(x) for x, needed in inputs if needed]
+    return [empty_tokens(x) for x, needed in inputs if needed]
 
 
 @register_flop_formula(_attention_backward._opoverload.overloadpacket)
@@ -70,12 +70,7 @@ _attention_backward.register_autograd(_refuse_second_derivatives)
 
 
 def make_differentiable(operator: CustomOpDef, *, by_kernels: bool) -> None:
-    """Register the gradient of a forward operator.
-
-    Args:
-        operator: takes a call.
-        by_kernels: whether kernels may compute it.
-    """
+    """Register the gradient of a forward operator, which kernels may compute if `by_kernels`."""
     backward = partial(_backward, by_kernels=by_kernels)
     operator.register_autograd(backward, setup_context=_save_inputs)
 

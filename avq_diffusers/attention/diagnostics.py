@@ -6,18 +6,20 @@ Every metric has one value per head, (H,): a mean would hide bad heads. Codeword
 Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.own_codewords import assigned
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.codebook.assignment import across_heads, chunk_length, heads_first, leaf_sums
+from avq_diffusers.attention.torch_forward import Tiles, choose, summarize, tile_queries
+from avq_diffusers.codebook.assignment import across_heads, heads_first, leaf_sums
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import LARGEST_COUNT, Spec, check_int
+from avq_diffusers.config import Spec
 
 ACTIVE_SHARE = 0.01
 
@@ -74,14 +76,14 @@ def attention_mass(query: Tensor, key: Tensor, codebook: Codebook | None, **opti
         (B, H, T, M0) for T query tiles; the sum over parents is the number of queries in a tile.
     """
     tensors, spec = _call(query, key, codebook, options)
-    found = _quantized(tensors, spec)
-    query, key = _at_least_fp32(tensors)
-    members = query.new_zeros(*key.shape[:3], spec.num_parents)
-    members.scatter_(-1, found.cell[..., None], 1)
+    leaf, _ = _quantized(tensors, spec)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key = tensors.scale * query.to(dtype), key.to(dtype)
+    members = F.one_hot(leaf // (1 + spec.num_children), spec.num_parents).to(dtype)
     masses = []
-    for tiles in _query_tiles(tensors, spec, row_elements=key.shape[2]):
-        attention = (tensors.scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
-        masses.append(attention.unflatten(2, tiles.shape[2:4]).sum(dim=3) @ members)
+    for places in reference.tiles(tensors, spec):
+        attention = (query[:, :, places] @ key.mT).softmax(dim=-1).sum(dim=2, keepdim=True)
+        masses.append(attention @ members)
     return torch.cat(masses, dim=-2)
 
 
@@ -91,23 +93,24 @@ def refined_parents(
     key: Tensor,
     codebook: Codebook | None,
     num_refined: int,
-    importance_tile: int | None = None,
     **options: Any,
 ) -> Tensor:
     """The parents that AVQ attention refines in each query tile; errors as in `capture`.
 
     Args:
         query, key, codebook, num_refined, **options: as in `capture`.
-        importance_tile: parents per tile of the tiled importance, as in `reference.importance`;
-            None is the exact importance that AVQ attention uses.
 
     Returns:
         (B, H, T, M0) bool for T query tiles.
     """
-    if importance_tile is not None:
-        check_int("importance_tile", importance_tile, 1, LARGEST_COUNT)
-    tensors, spec = _call(query, key, codebook, options, num_refined=num_refined)
-    return reference.select(_parent_scores(tensors, spec, importance_tile), num_refined)
+    tensors, spec = _call(query, key, codebook, {**options, "num_refined": num_refined})
+    tensors = tensors.with_codewords_in(_dtype_of_codewords(tensors))
+    with torch.autocast(key.device.type, enabled=False):
+        summary = summarize(tensors, spec)
+        tiles = Tiles.of(tensors, spec.query_tile)
+        spans = choose(tile_queries(tensors, tiles, summary), summary, tiles, spec).spans
+    is_refined = spans.unflatten(-1, (spec.num_parents, -1))[..., 0] == 0
+    return is_refined.unflatten(0, (len(query), -1))
 
 
 def commitment_loss(key: Tensor, codebook: Codebook | None, **options: Any) -> Tensor:
@@ -128,9 +131,9 @@ def commitment_loss(key: Tensor, codebook: Codebook | None, **options: Any) -> T
         TypeError, ValueError: as `avq_attention`.
     """
     key = _batched(key)
-    found = _quantized(*_call(key, key, codebook, options))
-    leaf = across_heads(found.leaf.flatten(0, 1), found.leaves.shape[2]).flatten()
-    quantized_key = found.leaves.flatten(0, 2).index_select(0, leaf).view(key.shape)
+    leaf, leaves = _quantized(*_call(key, key, codebook, options))
+    leaf = across_heads(leaf.flatten(0, 1), leaves.shape[1]).flatten()
+    quantized_key = leaves.flatten(0, 1).index_select(0, leaf).view(key.shape)
     return heads_first(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
 
 
@@ -153,7 +156,7 @@ def leaf_counts(key: Tensor, codebook: Codebook | None, **options: Any) -> Tenso
     """
     key = _batched(key)
     tensors, spec = _call(key, key, codebook, options)
-    leaf = _quantized(tensors, spec).leaf.movedim(1, 0).flatten(1)
+    leaf = _quantized(tensors, spec)[0].movedim(1, 0).flatten(1)
     shape = spec.num_parents, 1 + spec.num_children
     counts = leaf.new_zeros(len(leaf), shape[0] * shape[1])
     counts.scatter_add_(1, leaf, torch.ones_like(leaf))
@@ -197,105 +200,42 @@ def _call(
     key: Tensor,
     codebook: Codebook | None,
     options: Mapping[str, Any],
-    num_refined: int = 0,
 ) -> tuple[Tensors, Spec]:
     """The checked call of `avq_attention`, with keys standing in for values."""
-    given: dict[str, Any] = {**options}
+    given: dict[str, Any] = {"num_refined": 0, **options}
     inputs = {x: given.pop(x) for x in ("query_order", "key_order", "scale") if x in given}
     tensors = Tensors.of(query, key, key, codebook, **inputs)
     if codebook is not None:
         given |= {"num_parents": codebook.num_parents, "num_children": codebook.num_children}
-    spec = Spec(**given, num_refined=num_refined)
+    spec = Spec(**given)
     tensors.check(spec, one_dtype=False)
     return tensors, spec
 
 
-class _Quantized(NamedTuple):
-    """Where keys (B, H, S, D) go, and what represents them."""
-
-    cell: Tensor  # (B, H, S) int64 in [0, M0)
-    leaf: Tensor  # (B, H, S) int64 in [0, M0 (1 + C))
-    parents: Tensor  # (B, H, M0, D)
-    leaves: Tensor  # (B, H, M0 (1 + C), D)
-
-
 @torch.no_grad()
-def _quantized(tensors: Tensors, spec: Spec) -> _Quantized:
-    dtype = torch.promote_types(tensors.key.dtype, torch.float32)
-    if tensors.parents is not None:
-        dtype = torch.promote_types(dtype, tensors.parents.dtype)
+def _quantized(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The leaf of each key, (B, H, S) int64 in [0, M0 (1 + C)), and what represents the leaves,
+    (B H, M0 (1 + C), D)."""
+    dtype = _dtype_of_codewords(tensors)
     key = tensors.key.to(dtype)
     tensors = tensors._replace(key=key).with_codewords_in(dtype)
     with torch.autocast(key.device.type, enabled=False):
         centre, _, parents, children, leaf = assigned(tensors, spec)
         leaves = torch.cat([parents[:, :, None], children], dim=2) + centre[:, None]
-        parents = parents + centre
-        cell = leaf // leaves.shape[2]
         leaves = leaves.flatten(1, 2)
         if spec.means:
-            parents, leaves = (
-                sums / counts.clamp(min=1)[..., None]
-                for sums, counts in (
-                    leaf_sums(key.flatten(0, 1), cell, parents.shape[1]),
-                    leaf_sums(key.flatten(0, 1), leaf, leaves.shape[1]),
-                )
-            )
-    return _Quantized(*(x.unflatten(0, key.shape[:2]) for x in (cell, leaf, parents, leaves)))
+            sums, counts = leaf_sums(key.flatten(0, 1), leaf, leaves.shape[1])
+            leaves = sums / counts.clamp(min=1)[..., None]
+    return leaf.view(key.shape[:3]), leaves
 
 
-def _parent_scores(tensors: Tensors, spec: Spec, importance_tile: int | None) -> Tensor:
-    """The scores that refined parents are chosen by, (B, H, T, M0)."""
-    found = _quantized(tensors, spec)
-    query, key = _at_least_fp32(tensors)
-    parents = found.parents.to(query.dtype)
-    # `reference.spread` in O(S D) memory.
-    distance = key - parents.gather(2, found.cell[..., None].expand_as(key))
-    distance = distance.square().sum(dim=-1, keepdim=True).flatten(0, 1)
-    sums, counts = leaf_sums(distance, found.cell.flatten(0, 1), spec.num_parents)
-    spread = (sums[..., 0] / counts.clamp(min=1)).view(parents.shape[:3])
-    counts = counts.view(parents.shape[:3])
-    importances = []
-    for tiles in _query_tiles(tensors, spec, row_elements=parents.shape[2]):
-        num_tiles = tiles.shape[2]
-        importance = reference.importance(
-            tiles.movedim(2, 0).flatten(0, 1),
-            parents.repeat(num_tiles, 1, 1, 1),
-            counts.repeat(num_tiles, 1, 1),
-            tensors.scale,
-            importance_tile,
-        )
-        importances.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
-    score = torch.cat(importances, dim=-2)
-    return score * spread[:, :, None] if spec.means else score
+def _dtype_of_codewords(tensors: Tensors) -> torch.dtype:
+    """At least float32."""
+    dtype = torch.promote_types(tensors.key.dtype, torch.float32)
+    parents = tensors.parents
+    return dtype if parents is None else torch.promote_types(dtype, parents.dtype)
 
 
 def _batched(key: Tensor) -> Tensor:
     """(..., H, S, D) to (B, H, S, D)."""
     return key[None] if key.ndim == 3 else key.flatten(0, -4)
-
-
-def _at_least_fp32(tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Query and key."""
-    dtype = torch.promote_types(tensors.query.dtype, torch.float32)
-    return tensors.query.to(dtype), tensors.key.to(dtype)
-
-
-def _query_tiles(tensors: Tensors, spec: Spec, *, row_elements: int) -> Iterator[Tensor]:
-    """Queries (B, H, T, I, D) of T tiles at a time; a partial last tile comes alone.
-
-    Args:
-        row_elements: numbers computed per query, which bound T to save memory.
-    """
-    query, _ = _at_least_fp32(tensors)
-    batch, heads, num_queries, _ = query.shape
-    query_order, query_tile = tensors.query_order, spec.query_tile
-    if query_order is None:
-        query_order = torch.arange(num_queries, device=query.device)
-    tile_elements = batch * heads * query_tile * row_elements
-    length = query_tile * chunk_length(query.device, tile_elements)
-    num_whole = num_queries // query_tile * query_tile
-    for start in range(0, num_whole, length):
-        chunk = query_order[start : min(start + length, num_whole)]
-        yield query[:, :, chunk].unflatten(2, (-1, query_tile))
-    if num_whole < num_queries:
-        yield query[:, :, None, query_order[num_whole:]]

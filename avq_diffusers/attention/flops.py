@@ -26,11 +26,7 @@ def forward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spe
 
 
 def backward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
-    """Operations of a backward pass, which assigns the keys and computes the logits again.
-
-    Args:
-        query, num_keys, num_sinks, spec: as in `forward_flops`.
-    """
+    """Operations of a backward pass, which assigns the keys and computes the logits again."""
     others = _assignment(query, num_keys, spec) + 3 * _first_order(query, num_keys, spec)
     return others + 5 * _product(query, num_sinks, spec)
 

@@ -29,7 +29,6 @@ def guarded(
     """The results of kernels; None if they exceed the GPU's resources or are wrong.
 
     Args:
-        tensors, spec: the checked call.
         run: launches the kernels; takes stored codewords or updated parents, at most one of them.
         expected: the first results for some batch elements, by PyTorch.
         of: what is computed, for `self_check`.

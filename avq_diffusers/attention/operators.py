@@ -18,30 +18,21 @@ from avq_diffusers.attention.guarded import guarded, kernels
 from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.schema import CALL, call_of, query_tile_of, shapes_of
 from avq_diffusers.attention.settled import Settled, settled_call
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Tensors, empty_shown, empty_tokens
 from avq_diffusers.config import Spec
 
 
 def by_pytorch(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Attention by PyTorch, on any device: `Attended.output` and `Attended.shown`.
-
-    Args:
-        tensors, spec: the checked call.
-    """
-    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
+    """Attention by PyTorch, on any device: `Attended.output` and `Attended.shown`."""
     # Autocast would compute the float32 products in half precision.
     with torch.autocast(tensors.query.device.type, enabled=False):
-        return torch_forward.avq_attention(tensors, spec)
+        return torch_forward.avq_attention(tensors.with_wide_codewords(), spec)
 
 
 def by_kernels(tensors: Tensors, spec: Spec, call: Settled) -> tuple[Tensor, Tensor]:
     """`by_pytorch` by kernels, unless `guarded` rules them out.
 
     Without a codebook or updates, later calls repeat the first one's launches.
-
-    Args:
-        tensors, spec: the checked call.
-        call: what calls like this one share.
     """
     if call.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
         repeated = call.repeat(tensors)
@@ -87,8 +78,7 @@ make_differentiable(kernel_attention, by_kernels=True)
 @kernel_attention.register_fake
 @torch_attention.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    shown = torch_forward.empty_shown(query, query_tile_of(others))
-    return torch_forward.empty_tokens(query), shown
+    return empty_tokens(query), empty_shown(query, query_tile_of(others))
 
 
 @register_flop_formula([x._opoverload.overloadpacket for x in (torch_attention, kernel_attention)])

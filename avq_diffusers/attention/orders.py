@@ -22,7 +22,6 @@ def query_order(
     width: int,
     kind: str = "gilbert",
     device: torch.device | str | None = None,
-    seed: int = 0,
     frames: int = 1,
 ) -> Tensor:
     """Raster token index at each position of the order.
@@ -31,9 +30,9 @@ def query_order(
         height: rows of the grid.
         width: columns of the grid.
         kind: `"gilbert"`, a space-filling curve with compact tiles on a grid of any size (paper,
-            section Vector Quantization for (A)VQ-Attention), `"raster"` or `"random"`.
+            section Vector Quantization for (A)VQ-Attention), `"raster"` or `"random"`, which is the
+            same at every call and on every device.
         device: device of the order; None is torch's default device.
-        seed: seeds the random order; the same seed gives the same order on every device.
         frames: frames of a video. Its curve is a frame's, with several tokens in time per step.
 
     Returns:
@@ -51,8 +50,8 @@ def query_order(
         raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
     device = torch.empty(0).device if device is None else torch.device(device)
     if torch.compiler.is_compiling():
-        return _query_order_op(height, width, kind, device, seed, frames)
-    return _cached_order(height, width, kind, device, seed, frames)
+        return _query_order_op(height, width, kind, device, frames)
+    return _cached_order(height, width, kind, device, frames)
 
 
 def joint_order(order: Tensor, num_text: int, *, text_first: bool) -> Tensor:
@@ -86,37 +85,31 @@ def _cached_joint_order(order: Tensor, num_text: int, text_first: bool) -> Tenso
 
 @torch.library.custom_op("avq_diffusers::query_order", mutates_args=())
 def _query_order_op(
-    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int = 1
+    height: int, width: int, kind: str, device: torch.device, frames: int = 1
 ) -> Tensor:
-    return _cached_order(height, width, kind, device, seed, frames).clone()
+    return _cached_order(height, width, kind, device, frames).clone()
 
 
 @_query_order_op.register_fake
-def _(
-    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int = 1
-) -> Tensor:
+def _(height: int, width: int, kind: str, device: torch.device, frames: int = 1) -> Tensor:
     return torch.empty(frames * height * width, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=64)
-def _cached_order(
-    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int
-) -> Tensor:
+def _cached_order(height: int, width: int, kind: str, device: torch.device, frames: int) -> Tensor:
     # A cached tensor outlives inference mode, fake tensor modes and CUDA graph pools. These are all
     # per thread, so a new thread has none of them.
     with ThreadPoolExecutor(max_workers=1) as worker:
-        return worker.submit(_build_order, height, width, kind, device, seed, frames).result()
+        return worker.submit(_build_order, height, width, kind, device, frames).result()
 
 
-def _build_order(
-    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int
-) -> Tensor:
+def _build_order(height: int, width: int, kind: str, device: torch.device, frames: int) -> Tensor:
     if kind == "gilbert":
         order = _in_time(_gilbert_order(height, width), frames)
     elif kind == "raster":
         order = torch.arange(frames * height * width, device="cpu")
     else:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         order = torch.randperm(frames * height * width, generator=generator, device="cpu")
     return order.to(device, torch.int32)
 

@@ -23,14 +23,7 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def packed_codewords(
     parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
 ) -> StoredCodes:
-    """`triton.codewords.pack`, cached for the lifetime of the codebook.
-
-    Args:
-        parents: (H, M0, D).
-        children: (H, M0, C, D).
-        scale: factor on the logits.
-        dtype: dtype of the keys.
-    """
+    """`triton.codewords.pack`, cached for the lifetime of the codebook."""
     if parents.is_inference() or children.is_inference():  # no version counter
         return pack(parents, children, scale=scale, dtype=dtype)
     states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))

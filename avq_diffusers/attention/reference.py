@@ -54,7 +54,7 @@ class Levels(NamedTuple):
     exact: Tensor
 
 
-def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = None) -> Tensor:
+def avq_attention(tensors: Tensors, spec: Spec) -> Tensor:
     """Softmax attention over keys replaced by codewords, at a resolution of each query tile's own.
 
     A tile shows a cell at the coarsest of three levels, its parent, its leaves or its keys, at
@@ -73,8 +73,6 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     Args:
         tensors: the inputs; a codebook has the dtype of `query` or a wider one.
         spec: the options; with a codebook, `num_updates` is 0 or moves its parents.
-        importance_tile: parents per tile of the tiled importance, which no backend implements;
-            None computes importance over all parents at once.
 
     Returns:
         (B, H, N, D) in the order of `query`.
@@ -91,7 +89,7 @@ def avq_attention(tensors: Tensors, spec: Spec, importance_tile: int | None = No
     output = torch.empty_like(query)
     for tile in tiles(tensors, spec):
         tile_query = scale * query[:, :, tile]
-        refined, exact = levels(tile_query, found, *spreads, tensors, spec, importance_tile)
+        refined, exact = levels(tile_query, found, *spreads, tensors, spec)
         is_refined, is_exact = refined.gather(-1, cell), exact.gather(-1, leaf)
 
         row = torch.where(is_refined, num_parents + leaf, cell)
@@ -117,7 +115,6 @@ def levels(
     leaf_spread: Tensor,
     tensors: Tensors,
     spec: Spec,
-    importance_tile: int | None = None,
 ) -> Levels:
     """The resolution of a tile.
 
@@ -125,7 +122,7 @@ def levels(
         tile_query: (B, H, I, D), times the scale.
         found: the cells and leaves.
         cell_spread, leaf_spread: (B, H, M0) and (B, H, M), variances of their keys.
-        tensors, spec, importance_tile: as in `avq_attention`.
+        tensors, spec: as in `avq_attention`.
     """
     if spec.threshold is not None:
         queries = sampled(tile_query, tensors.query.shape[2])
@@ -133,7 +130,7 @@ def levels(
         return resolution(queries, found, cell_spread, leaf_spread, sink_key, spec.threshold)
     assert spec.num_refined is not None
     counts = _counts(found.cell, found.parents)[..., 0].to(found.parents.dtype)
-    score = importance(tile_query, found.parents, counts, 1.0, importance_tile)
+    score = importance(tile_query, found.parents, counts)
     refined = select(score * cell_spread if spec.means else score, spec.num_refined)
     return Levels(refined, torch.zeros_like(leaf_spread, dtype=torch.bool))
 
@@ -353,41 +350,20 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def importance(
-    tile_query: Tensor,
-    parents: Tensor,
-    counts: Tensor,
-    scale: float,
-    importance_tile: int | None = None,
-) -> Tensor:
+def importance(tile_query: Tensor, parents: Tensor, counts: Tensor) -> Tensor:
     """Attention mass that each parent receives from the queries of one tile (Eq. importance).
 
-    With `importance_tile`, the softmax denominator covers the parents up to the end of the codeword
-    tile, extrapolated from the keys seen so far to all keys (appendix "Computing Importance with
-    Tiled Codewords").
-
     Args:
-        tile_query: (B, H, I, D), the queries of one tile.
+        tile_query: (B, H, I, D), the queries of one tile, times the scale.
         parents: (H, M0, D) or (B, H, M0, D).
         counts: (B, H, M0), keys per parent.
-        scale: factor on the logits.
 
     Returns:
-        (B, H, M0); exact importance sums to I over the parents.
+        (B, H, M0); the sum over parents is I.
     """
-    num_parents = parents.shape[-2]
-    importance_tile = importance_tile or num_parents
-    logits = scale * tile_query.to(parents.dtype) @ parents.transpose(-1, -2)
-    log_mass = logits + counts.log()[:, :, None]
-
-    importance = torch.zeros_like(counts)
-    for start in range(0, num_parents, importance_tile):
-        stop = min(start + importance_tile, num_parents)
-        extrapolation = counts.sum(dim=-1) / counts[..., :stop].sum(dim=-1)
-        log_denominator = log_mass[..., :stop].logsumexp(-1) + extrapolation.log()[..., None]
-        mass = (log_mass[..., start:stop] - log_denominator[..., None]).exp().sum(dim=-2)
-        importance[..., start:stop] = mass
-    return importance.where(counts > 0, 0)
+    logits = tile_query.to(parents.dtype) @ parents.mT
+    masses = (logits + counts.log()[:, :, None]).softmax(dim=-1)
+    return masses.sum(dim=-2)
 
 
 def spread(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:

@@ -24,11 +24,7 @@ def call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
 
 
 def arguments_of(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
-    """The inverse of `call_of`.
-
-    Args:
-        tensors, spec: the call.
-    """
+    """The inverse of `call_of`."""
     return *tensors, spec.numbers, spec.threshold
 
 

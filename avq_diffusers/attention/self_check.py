@@ -36,11 +36,7 @@ _passed: set[tuple[Any, ...]] = set()
 
 @cache
 def is_verified(device: torch.device) -> bool:
-    """Whether the tests have run on this kind of GPU with this Triton version.
-
-    Args:
-        device: anything but a GPU counts as verified.
-    """
+    """Whether the tests have run on this kind of GPU, if it is one, with this Triton version."""
     if device.type != "cuda":
         return True
     name, triton = torch.cuda.get_device_name(device), _version("triton")
@@ -50,11 +46,8 @@ def is_verified(device: torch.device) -> bool:
 def is_due(tensors: Tensors, spec: Spec, *, of: str = "attention") -> bool:
     """Whether this call is the first of its kind on an unverified GPU.
 
-    Never during CUDA graph capture: a check synchronizes with the host.
-
-    Args:
-        tensors, spec: the checked call.
-        of: what is computed, `"attention"` or `"gradients"`.
+    Never during CUDA graph capture: a check synchronizes with the host. `of` is what is computed,
+    `"attention"` or `"gradients"`.
     """
     device = tensors.query.device
     if is_verified(device):
@@ -70,13 +63,8 @@ def is_due(tensors: Tensors, spec: Spec, *, of: str = "attention") -> bool:
 def passes(
     tensors: Tensors, spec: Spec, pairs: Iterable[tuple[Tensor, Tensor]], *, of: str = "attention"
 ) -> bool:
-    """Compare kernel results with expected ones; on a mismatch, record the fault and warn.
-
-    Args:
-        tensors, spec: the call.
-        pairs: (B, H, N, D) results of the kernels, and the expected ones.
-        of: what was computed.
-    """
+    """Compare kernel results (B, H, N, D) with expected ones; on a mismatch, record the fault and
+    warn."""
     error = max(distance(found, expected) for found, expected in pairs)
     device = tensors.query.device
     if error <= LARGEST_ERROR:
@@ -95,10 +83,7 @@ def passes(
 def distance(found: Tensor, expected: Tensor) -> float:
     """The largest relative distance of any head's tile, one in `RARE` counting 1 / `FLIPPED`.
 
-    Infinite if any number is not finite.
-
-    Args:
-        found, expected: (B, H, N, D).
+    Infinite if any number is not finite. Both are (B, H, N, D).
     """
     if not found.isfinite().all():
         return float("inf")

@@ -33,13 +33,8 @@ _MOST_SETTLED = 512
 
 
 def settled_call(tensors: Tensors, spec: Spec, *facts: object, find: Callable[[], str]) -> Settled:
-    """What calls like this one share.
-
-    Args:
-        tensors, spec: the call.
-        facts: what else the backend depends on.
-        find: checks the call and returns its backend, for the first of its kind.
-    """
+    """What calls like this one share, which also depends on `facts`; for the first of its kind,
+    `find` checks the call and returns its backend."""
     call = (spec, *facts, len(faults), *map(_look, tensors))
     found = _settled.get(call)
     if found is None:

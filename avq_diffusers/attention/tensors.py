@@ -110,6 +110,10 @@ class Tensors(NamedTuple):
         """The call with these stored codewords."""
         return self._replace(parents=codebook.parents, children=codebook.children)
 
+    def with_wide_codewords(self) -> "Tensors":
+        """`with_codewords_in` the dtype of the query, or float32 if that is narrower."""
+        return self.with_codewords_in(torch.promote_types(self.query.dtype, torch.float32))
+
     def with_codewords_in(self, dtype: torch.dtype) -> "Tensors":
         """The call with its codebook, if any, detached and in a dtype."""
         if self.parents is None or self.children is None:
@@ -192,6 +196,22 @@ class Tensors(NamedTuple):
                 f"{parents} parents with {children} children each need at least {spec.least_keys} "
                 f"keys, one for {MOST_CODEWORDS_PER_KEY} codewords, but got {self.key.shape[2]}."
             )
+
+
+def empty_tokens(tokens: Tensor) -> Tensor:
+    """Uninitialized memory like `tokens` (B, H, N, D), with the strides of (B, N, H, D).
+
+    Not a view: autograd refuses in-place changes to a view returned by an operator.
+    """
+    device, dtype = tokens.device, tokens.dtype
+    return torch.empty_permuted(tokens.shape, (0, 2, 1, 3), dtype=dtype, device=device)
+
+
+def empty_shown(query: Tensor, query_tile: int) -> Tensor:
+    """Uninitialized `Attended.shown` of a call with this `query` (B, H, N, D) and `query_tile`."""
+    batch, heads, num_queries, _ = query.shape
+    num_tiles = (num_queries + query_tile - 1) // query_tile
+    return query.new_empty(batch, heads, num_tiles, 2, dtype=torch.int32)
 
 
 def _check_tokens(name: str, tensor: object) -> None:

@@ -44,12 +44,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Tensors, empty_tokens
 from avq_diffusers.attention.torch_forward import (
     Summary,
     Tiles,
     choose,
-    empty_tokens,
     offsets_to,
     summarize,
     take,

@@ -40,6 +40,8 @@ from avq_diffusers.attention.tensors import (
     SAMPLED_FROM,
     TANGENT_FROM,
     Tensors,
+    empty_shown,
+    empty_tokens,
 )
 from avq_diffusers.codebook.assignment import ELEMENTS, Groups, chunk_length, grouped
 from avq_diffusers.config import Spec
@@ -183,23 +185,6 @@ def avq_attention(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
             attended = with_first_order(queries, summary.matrix, attended)
         tiles.write(output[elements], attended[..., : query.shape[3]])
     return output, shown
-
-
-def empty_tokens(tokens: Tensor) -> Tensor:
-    """Uninitialized (B, H, N, D) with the strides of (B, N, H, D) memory.
-
-    Not a view: autograd refuses in-place changes to a view returned by an operator.
-    """
-    return torch.empty_permuted(
-        tokens.shape, (0, 2, 1, 3), dtype=tokens.dtype, device=tokens.device
-    )
-
-
-def empty_shown(query: Tensor, query_tile: int) -> Tensor:
-    """Uninitialized `Attended.shown` of a query (B, H, N, D)."""
-    batch, heads, num_queries, _ = query.shape
-    num_tiles = (num_queries + query_tile - 1) // query_tile
-    return query.new_empty(batch, heads, num_tiles, 2, dtype=torch.int32)
 
 
 def width(head_dim: int) -> int:
@@ -387,17 +372,12 @@ def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chose
 
     length = chunk_length(queries.device, len(counts) * is_query.shape[1] * counts[0].numel())
     parts = zip(queries.split(length, dim=1), is_query.split(length), strict=True)
-    if spec.num_refined is not None:
-        spans = [_spans_of_refined(*part, summary, spec.num_refined) for part in parts]
-    else:
-        assert spec.threshold is not None
-        spans = [_spans_of_threshold(*part, summary, spec.threshold) for part in parts]
+    spans_of = _spans_of_threshold if spec.num_refined is None else _spans_of_refined
+    spans = [spans_of(*part, summary, spec) for part in parts]
     return Chosen(torch.cat(spans, dim=1), spec.columns)
 
 
-def _spans_of_refined(
-    queries: Tensor, is_query: Tensor, summary: Summary, num_refined: int
-) -> Tensor:
+def _spans_of_refined(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
     """`Chosen.spans` of tiles that refine as many cells, from their queries (H, T, I, W); others
     (T, I) are padding."""
     codewords = summary.codewords
@@ -410,17 +390,16 @@ def _spans_of_refined(
     # topk leaves the order of ties undefined.
     ranking = score.sort(dim=-1, descending=True, stable=True).indices
     refined = torch.zeros_like(score, dtype=torch.bool)
-    refined = refined.scatter_(-1, ranking[..., :num_refined], True)[..., None]
+    refined = refined.scatter_(-1, ranking[..., : spec.num_refined], True)[..., None]
     of_leaves = refined.expand(*score.shape, codewords.counts.shape[2] - 1)
     return torch.cat([~refined, of_leaves], dim=-1).flatten(2).int()
 
 
-def _spans_of_threshold(
-    queries: Tensor, is_query: Tensor, summary: Summary, threshold: float
-) -> Tensor:
+def _spans_of_threshold(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
     """`Chosen.spans` of tiles, from the queries (H, T, J, W) that decide; others (T, J) are
     padding."""
-    counts, spreads = summary.codewords.counts, summary.codewords.spreads
+    counts, spreads, threshold = summary.codewords.counts, summary.codewords.spreads, spec.threshold
+    assert threshold is not None
     assert spreads is not None  # a threshold needs means
     keys, head_dim = _keys_of(summary), summary.codewords.keys.shape[3]
     flat = queries.flatten(1, 2)

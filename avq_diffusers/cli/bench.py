@@ -83,9 +83,6 @@ def compared(
     """What is compared: label -> function that sets the choice, the same in all layers.
 
     The first tolerance to run measures on the request's image.
-
-    Raises:
-        ValueError: no layer can refine so many parents.
     """
     kind = dial.kind or (THRESHOLD if isinstance(source, AVQConfig) else NUM_REFINED)
     values = dial.values or usual_values(pipe, kind)
@@ -149,9 +146,6 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     """Plot PSNR to the exact images against seconds; exact attention is a vertical line.
 
     Images equal to the exact ones have infinite PSNR and are left out.
-
-    Raises:
-        OSError: `path` cannot be written; what was there stays.
     """
     from matplotlib.figure import Figure
 

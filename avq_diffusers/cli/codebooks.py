@@ -16,11 +16,7 @@ from avq_diffusers.mini.loading import usual_guidance
 
 
 def codeword_source(pipe: DiffusionPipeline, model: ModelRequest) -> AVQSource:
-    """A request's codebooks, or its configuration.
-
-    Raises:
-        ValueError: the codebooks cannot be loaded.
-    """
+    """A request's codebooks, or its configuration."""
     if model.codebooks is not None:
         with loading_codebooks(model.codebooks):
             return AVQCodebooks.from_pretrained(model.codebooks)

@@ -22,11 +22,7 @@ def usual_values(pipe: DiffusionPipeline, kind: str) -> Sequence[float]:
 
 
 def refined_plan(pipe: DiffusionPipeline, number: int) -> dict[str, int]:
-    """Refined parents by layer: this number, or all where there are fewer.
-
-    Raises:
-        ValueError: no layer can refine so many.
-    """
+    """Refined parents by layer: this number, or all where there are fewer."""
     parents = _refinable(pipe)
     most = max(parents.values())
     if not 0 <= number <= most:
@@ -49,9 +45,6 @@ def set_dial(
         request: the image that a tolerance is measured on.
         kind, value: as in `Dial`.
         **measuring: further arguments of the measurement.
-
-    Raises:
-        ValueError: no layer can refine so many parents.
     """
     if kind == TOLERANCE:
         arguments = {**measured_on(pipe, request), **measuring}

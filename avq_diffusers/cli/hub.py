@@ -13,9 +13,6 @@ def check_found(option: str, name: str, file: str) -> None:
     """Refuse a name that is no path, not in the cache and cannot be found on the Hub.
 
     `file` is one that the repository holds; errors name `option`.
-
-    Raises:
-        ValueError: nothing has this name, or the Hub cannot be reached.
     """
     if Path(name).exists():
         return
@@ -41,11 +38,7 @@ def check_found(option: str, name: str, file: str) -> None:
 
 @contextmanager
 def loading_codebooks(name: str) -> Iterator[None]:
-    """Name codebooks in one sentence if the block cannot load them.
-
-    Raises:
-        ValueError: the block raised an OSError.
-    """
+    """Name codebooks in one sentence if the block cannot load them."""
     try:
         yield
     except OSError as error:

@@ -63,13 +63,7 @@ def largest_side(pipe: DiffusionPipeline) -> int | None:
 
 
 def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
-    """Fill in the model's size and guidance scale; refuse early what the pipeline refuses late.
-
-    Raises:
-        ValueError: too many steps, no ScaleCrafter settings for the size or no UNet, an image
-            larger than the position embedding, or a negative prompt for a model that takes none or
-            runs without guidance.
-    """
+    """Fill in the model's size and guidance scale; refuse early what the pipeline refuses late."""
     side = training_size(pipe)
     height, width = request.height or side, request.width or side
     most = pipe.scheduler.config.num_train_timesteps

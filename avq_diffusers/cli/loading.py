@@ -34,10 +34,6 @@ def load_pipeline(
         device: cuda, mps or cpu; None takes the fastest available.
         dtype: float32, float16 or bfloat16. None is half precision on an NVIDIA GPU (float16 for
             UNets, bfloat16 for transformers, whose values are larger), else float32.
-
-    Raises:
-        ValueError: the device is unavailable, or the model cannot be loaded, has no single training
-            size, or needs more than a prompt.
     """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()

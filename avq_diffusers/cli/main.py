@@ -17,7 +17,7 @@ import typer
 from avq_diffusers.cli.hub import check_found, loading_codebooks
 from avq_diffusers.cli.output import check_image_path, sheet_path
 from avq_diffusers.cli.request import Dial, ImageRequest, ModelRequest
-from avq_diffusers.config import AVQConfig, check_threshold, check_tolerance
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
 from avq_diffusers.options import (
     LARGEST_SEED,
@@ -111,6 +111,30 @@ GuidanceScale = Annotated[
     float | None,
     typer.Option(callback=finite, help="Classifier-free guidance; by default the model's own."),
 ]
+Threshold = Annotated[
+    str | None,
+    typer.Option(
+        help="How finely keys are seen, in place of --config's: larger is faster, smaller closer "
+        "to exact attention, which is 0; not with --codebooks. bench takes several, such as "
+        "4e-4,1e-4, by default from 1e-3 to 2.5e-5."
+    ),
+]
+NumRefined = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of a threshold, the number of parents refined per query tile, at most the "
+        "parents of --config or --codebooks. bench takes several, with --codebooks by default from "
+        "none to all."
+    ),
+]
+Tolerance = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of a threshold, the largest relative error of the model's output (noise, "
+        "velocity), such as 0.02: measures the layers on this prompt first, then runs the fastest "
+        "thresholds within it; not with --codebooks. bench takes several."
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the noise.")]
 
 
@@ -159,6 +183,17 @@ def requested_image(
     """The options for an image."""
     return ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
+    )
+
+
+def requested_dial(
+    threshold: Threshold = None, num_refined: NumRefined = None, tolerance: Tolerance = None
+) -> Dial:
+    """The option for what AVQ is set to."""
+    return Dial.of(
+        threshold=None if threshold is None else thresholds_of("--threshold", threshold),
+        num_refined=None if num_refined is None else numbers_of("--num-refined", num_refined),
+        tolerance=None if tolerance is None else tolerances_of("--tolerance", tolerance),
     )
 
 
@@ -218,32 +253,11 @@ def avq(
 
 
 @app.command()
-@taking(requested_model, requested_image)
+@taking(requested_model, requested_image, requested_dial)
 def generate(
     model: ModelRequest,
     request: ImageRequest,
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="How finely keys are seen, in place of --config's: larger is faster, smaller is "
-            "closer to exact attention, which is 0."
-        ),
-    ] = None,
-    num_refined: Annotated[
-        int | None,
-        typer.Option(
-            help="Instead of a threshold, the number of parents refined per query tile, in place "
-            "of that of --config or --codebooks."
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Instead of a threshold, the largest relative error of the model's output (noise, "
-            "velocity), such as 0.02: measures the layers on this prompt first, then runs the "
-            "fastest thresholds within it."
-        ),
-    ] = None,
+    dial: Dial,
     compiled: Compiled = False,
     out: Annotated[Path, typer.Option(help="The AVQ image; the sheet goes beside it.")] = Path(
         "avq.png"
@@ -256,15 +270,8 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    dial = Dial.of(
-        threshold=None if threshold is None else [threshold],
-        num_refined=None if num_refined is None else [num_refined],
-        tolerance=None if tolerance is None else [tolerance],
-    )
-    if threshold is not None:
-        check_threshold(threshold, "--threshold")
-    if tolerance is not None:
-        check_tolerance("--tolerance", tolerance)
+    if len(dial.values) > 1:
+        raise ValueError("avq generate sets one value; avq bench compares several.")
     dial.check_for(model)
     _begin(model)
 
@@ -274,31 +281,11 @@ def generate(
 
 
 @app.command()
-@taking(requested_model, requested_image)
+@taking(requested_model, requested_image, requested_dial)
 def bench(
     model: ModelRequest,
     request: ImageRequest,
-    threshold: Annotated[
-        str | None,
-        typer.Option(
-            help="Thresholds, such as 4e-4,1e-4; not with --codebooks. By default from 1e-3 to "
-            "2.5e-5."
-        ),
-    ] = None,
-    num_refined: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead, numbers of refined parents, such as 0,4,16, at most the parents of "
-            "--config; with --codebooks by default from none to all."
-        ),
-    ] = None,
-    tolerance: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead, largest relative errors of the model's output, such as 0.01,0.02,0.05; "
-            "not with --codebooks."
-        ),
-    ] = None,
+    dial: Dial,
     images: Annotated[
         int, typer.Option(min=1, help="Images per choice; the table shows medians.")
     ] = 1,
@@ -313,11 +300,6 @@ def bench(
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     check_image_path(out, sheet_path(out))
-    dial = Dial.of(
-        threshold=None if threshold is None else thresholds_of("--threshold", threshold),
-        num_refined=None if num_refined is None else numbers_of("--num-refined", num_refined),
-        tolerance=None if tolerance is None else tolerances_of("--tolerance", tolerance),
-    )
     dial.check_for(model)
     _begin(model)
 

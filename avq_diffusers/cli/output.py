@@ -34,11 +34,7 @@ def check_image_path(path: Path, *others: Path) -> None:
 
 
 def save_sheet(sheet: Image.Image, out: Path) -> None:
-    """Write the sheet of `out`, which has already been written.
-
-    Raises:
-        OSError: the disk is full or not writable; the message says that `out` is saved.
-    """
+    """Write the sheet of `out`, which has already been written."""
     try:
         save_image(sheet, sheet_path(out))
     except OSError as error:

@@ -192,9 +192,6 @@ def build_page(
 
     Offers tolerances if `source` has a threshold. The page only regenerates the exact image when
     something other than AVQ has changed.
-
-    Raises:
-        ValueError: the pipeline has no layer for AVQ.
     """
     events = _Events(pipe, source)
     sizes, side, has_threshold = events.sides, events.sides[0], events.kind == THRESHOLD
@@ -293,9 +290,6 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
     """Serve the page in threads of this process; return its address. `page.close()` stops it.
 
     With `share`, Gradio's servers publish it, too.
-
-    Raises:
-        OSError: the host is unknown, or the port is taken.
     """
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

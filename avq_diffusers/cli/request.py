@@ -23,11 +23,7 @@ class Dial(NamedTuple):
 
     @classmethod
     def of(cls, **options: Sequence[float] | None) -> "Dial":
-        """The one of these options that is given; the others are None.
-
-        Raises:
-            ValueError: more than one is given.
-        """
+        """The one of these options that is given; the others are None."""
         given = {name: values for name, values in options.items() if values is not None}
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -35,12 +31,7 @@ class Dial(NamedTuple):
         return cls(*given.popitem()) if given else cls()
 
     def check_for(self, model: "ModelRequest") -> None:
-        """Refuse to set what a model does not have.
-
-        Raises:
-            ValueError: codebooks with thresholds or tolerances, or more refined parents than
-                parents.
-        """
+        """Refuse to set what a model does not have."""
         if model.codebooks is not None and self.kind in (THRESHOLD, TOLERANCE):
             raise ValueError(
                 "Thresholds and tolerances exclude --codebooks, whose dial is the number of "
@@ -67,9 +58,6 @@ class ModelRequest:
         sizes: sizes without codebooks; None is the default of `apply_avq`.
         levels: levels with AVQ; None is the default of `apply_avq`.
         exact: layers or modules that keep exact attention.
-
-    Raises:
-        ValueError: codebooks come with sizes, levels or exact layers.
     """
 
     name: str

@@ -12,6 +12,7 @@ from avq_diffusers.hosts.core import (
     LayerSpec,
     LayerState,
     SpecSchedule,
+    as_table,
     schedules_of,
     short_names,
 )
@@ -82,15 +83,12 @@ class Summary:
         ]
 
     def __str__(self) -> str:
-        cells = self.cells()
-        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
+        lines = [as_table(self.cells())]
         if self.parallelism:
             lines.append(f"parallelism: {self.parallelism}")
-        return "\n".join([*lines, *([] if self.allocation is None else [str(self.allocation)])])
+        if self.allocation is not None:
+            lines.append(str(self.allocation))
+        return "\n".join(lines)
 
 
 def report(models: Sequence[Hosted]) -> Summary:

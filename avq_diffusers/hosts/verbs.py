@@ -17,7 +17,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import check_backend
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, check_tolerance
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.core import (
     CHANGES,
@@ -49,10 +49,7 @@ from avq_diffusers.hosts.core import (
 from avq_diffusers.hosts.measuring import (
     ErrorProfile,
     KeptProfile,
-    checked_tolerance,
-    chosen_specs,
     measure_error,
-    note_allocation,
     output_errors,
 )
 from avq_diffusers.hosts.models import (
@@ -187,15 +184,14 @@ def apply_avq(
         for hosted in models
     }
     named = _by_full_name(of_models)
-    allocation, specs = None, {}
+    allocation = None
     if tolerance is not None or profile is not None:
-        tolerance = checked_tolerance(tolerance)
+        tolerance = check_tolerance(tolerance)
         if profile is None:
             assert isinstance(source, AVQConfig)
             profile = _measured(pipe, [*named], source, tolerance, examples, options)
         profile.check_layers([*named])
         allocation = profile.within(tolerance)
-        specs = chosen_specs(named, allocation)
     elif given:
         raise TypeError(
             f"{', '.join(given)} only serve to measure for a tolerance; pass tolerance=0.02, or "
@@ -203,10 +199,12 @@ def apply_avq(
         )
     with all_or_nothing(models):
         install(of_models)
-        for hosted in models:
-            set_specs(hosted, specs)
-        if profile is not None and allocation is not None:
-            note_allocation(named, profile, allocation)
+        if allocation is not None:
+            specs = {state: allocation.schedule(layer.name) for layer, state in named.items()}
+            for hosted in models:
+                set_specs(hosted, specs)
+            for layer, state in named.items():
+                state.note_allocation(allocation, allocation.num_tokens[layer.name])
     return pipe
 
 
@@ -456,12 +454,7 @@ def _prepared(models: list[Hosted]) -> list[Hosted]:
 
 
 def states_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerSpec, LayerState]:
-    """The layers that AVQ was applied to, named as in `summary`.
-
-    Raises:
-        TypeError: `pipe` has no model that AVQ knows.
-        ValueError: there are none.
-    """
+    """The layers that AVQ was applied to, named as in `summary`."""
     models = _prepared(models_of(pipe))
     states = _by_full_name({hosted: hosted.states for hosted in models})
     if not states:

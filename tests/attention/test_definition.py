@@ -141,9 +141,8 @@ def test_of_equally_important_parents_the_lower_index_is_refined(backend):
     key = codebook.children.view(1, 1, 4, 8)
     query = one_channel([0.5, -0.5]) + torch.eye(8, dtype=FP64)[1]
     value = torch.arange(32.0).double().view(1, 1, 4, 8)
-    importance = reference.importance(
-        query, codebook.parents, torch.tensor([[[2.0, 2.0]]]).double(), 1.0
-    )
+    counts = torch.tensor([[[2.0, 2.0]]]).double()
+    importance = reference.importance(query, codebook.parents, counts)
     assert importance[0, 0, 0] == importance[0, 0, 1]
     only_first = torch.stack([*key[0, 0, :2], *codebook.parents[0, [1, 1]]])[None, None]
     expected = F.scaled_dot_product_attention(query, only_first, value)
@@ -180,15 +179,11 @@ def test_parents_of_largest_importance_times_spread_are_refined(backend, codewor
     options = {"num_refined": 1, "codewords": codewords, "query_tile": 1, "scale": 1.0}
     offset = shift * torch.eye(16, dtype=FP64)[15]
     moved = Codebook(codebook.parents + offset, codebook.children + offset)
-    outputs = [attend(backend, query, key + offset, value, moved, **options)]
-    if backend == "reference":  # the tiled importance of one parent per tile, too
-        call = unchecked_call(query, key, value.double(), codebook, **options)
-        outputs.append(reference.avq_attention(*call, importance_tile=1))
-    for output in outputs:
-        for i, chosen in enumerate(refined):
-            seen = torch.where(cell == chosen, fine, coarse)
-            expected = (query[0, 0, i, 0] * seen).softmax(dim=-1)
-            torch.testing.assert_close(output[0, 0, i, :12], expected, rtol=1e-4, atol=1e-6)
+    output = attend(backend, query, key + offset, value, moved, **options)
+    for i, chosen in enumerate(refined):
+        seen = torch.where(cell == chosen, fine, coarse)
+        expected = (query[0, 0, i, 0] * seen).softmax(dim=-1)
+        torch.testing.assert_close(output[0, 0, i, :12], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -430,28 +425,9 @@ def test_exact_importance_sums_to_the_number_of_queries():
     query, _, _, codebook = make_case(queries=50)
     counts = torch.tensor([3.0, 0, 1, 4, 1, 5]).double().expand(2, 2, -1)
     for valid in (50, 17, 1):
-        importance = reference.importance(query[:, :, :valid], codebook.parents, counts, 0.3)
+        importance = reference.importance(0.3 * query[:, :, :valid], codebook.parents, counts)
         torch.testing.assert_close(importance.sum(dim=-1), torch.full((2, 2), valid).double())
         assert (importance[..., 1] == 0).all()
-
-
-@pytest.mark.parametrize("importance_tile", [1, 2, 4, 6, 10])
-def test_tiled_importance_extrapolates_the_denominator(importance_tile):
-    query, _, _, codebook = make_case(batch=1, heads=1, queries=5)
-    # The first tiles may hold no key at all.
-    counts = torch.tensor([0.0, 0, 1, 4, 0, 5]).double()
-    mass = (0.3 * query[0, 0] @ codebook.parents[0].T).exp() * counts
-    expected = torch.zeros(6, dtype=FP64)
-    for j in range(6):
-        stop = min((j // importance_tile + 1) * importance_tile, 6)
-        seen = counts[:stop].sum()
-        if seen > 0:
-            denominator = mass[:, :stop].sum(dim=1) * counts.sum() / seen
-            expected[j] = (mass[:, j] / denominator).sum()
-    importance = reference.importance(
-        query, codebook.parents, counts[None, None], 0.3, importance_tile
-    )
-    torch.testing.assert_close(importance[0, 0], expected)
 
 
 @pytest.mark.parametrize("form", [OWN, MEANS])

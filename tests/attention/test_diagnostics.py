@@ -35,29 +35,23 @@ capture, refined_parents, commitment_loss, quantization_error = (
 
 
 @pytest.mark.parametrize("order", [None, torch.arange(49, -1, -1)])
-@pytest.mark.parametrize("importance_tile", [None, 4])
 @pytest.mark.parametrize("elements", [1, 2 * 16 * 2 * 2 * 6])
-def test_capture_is_the_exact_attention_on_refined_cells(
-    order, importance_tile, elements, monkeypatch
-):
+def test_capture_is_the_exact_attention_on_refined_cells(order, elements, monkeypatch):
     """Also where tiles are computed one or two at a time, and a last one that is not full."""
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", elements)
     query, key, _, codebook = make_case()
     query = 2 * query
     options = {"query_tile": 16, "query_order": order, "scale": 0.4}
-    refined = refined_parents(query, key, codebook, 2, importance_tile, **options)
+    refined = refined_parents(query, key, codebook, 2, **options)
     captured = captured_share(attention_mass(query, key, codebook, **options), refined)
-    if importance_tile is None:
-        torch.testing.assert_close(capture(query, key, codebook, 2, **options), captured)
+    torch.testing.assert_close(capture(query, key, codebook, 2, **options), captured)
 
     parent, _ = reference.assign(key, codebook.parents, codebook.children)
     counts = F.one_hot(parent, 6).sum(dim=2).double()
     attention = (0.4 * query @ key.mT).softmax(dim=-1)
     expected = torch.zeros(2).double()
     for tile in torch.arange(50).split(16) if order is None else order.split(16):
-        importance = reference.importance(
-            query[:, :, tile], codebook.parents, counts, 0.4, importance_tile
-        )
+        importance = reference.importance(0.4 * query[:, :, tile], codebook.parents, counts)
         refined = importance.topk(2).indices
         for b in range(2):
             for h in range(2):
@@ -86,8 +80,6 @@ def test_arguments_are_refused_as_by_attention():
             function(query, key, others[0], 2)
         with pytest.raises(ValueError, match="num_refined must be at least 0, but got -1"):
             function(query, key, codebook, -1)
-    with pytest.raises(ValueError, match="importance_tile must be at least 1, but got 0"):
-        refined_parents(query, key, codebook, 2, 0)
     with pytest.raises(ValueError, match="query_tile must be at least 1, but got 0"):
         attention_mass(query, key, codebook, query_tile=0)
 

@@ -74,12 +74,11 @@ def test_gilbert_tiles_are_compact_and_raster_tiles_are_not(height, width):
     assert mean_tile_perimeter(height, width, "random") > 4 * square
 
 
-def test_random_depends_on_the_seed_only():
-    first = query_order(8, 8, "random", seed=1).clone()
+def test_random_is_always_the_same():
+    first = query_order(8, 8, "random").clone()
     _cached_order.cache_clear()
     torch.manual_seed(123)
-    assert torch.equal(query_order(8, 8, "random", seed=1), first)
-    assert not torch.equal(query_order(8, 8, "random", seed=2), first)
+    assert torch.equal(query_order(8, 8, "random"), first)
 
 
 def test_eager_calls_share_one_tensor():
@@ -94,11 +93,9 @@ def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor():
         graphs.append(str(graph.graph))
         return graph
 
-    cached = query_order(5, 8, "random", seed=3)
+    cached = query_order(5, 8, "random")
     expected = cached.clone()
-    compiled = torch.compile(
-        lambda: query_order(5, 8, "random", seed=3), backend=backend, fullgraph=True
-    )
+    compiled = torch.compile(lambda: query_order(5, 8, "random"), backend=backend, fullgraph=True)
     order = compiled()
     assert "avq_diffusers.query_order" in graphs[0]
     assert torch.equal(order, expected)
@@ -108,13 +105,13 @@ def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor():
 
 def test_op_passes_opcheck():
     op = torch.ops.avq_diffusers.query_order.default
-    torch.library.opcheck(op, (5, 8, "gilbert", torch.device("cpu"), 0))
+    torch.library.opcheck(op, (5, 8, "gilbert", torch.device("cpu")))
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_a_tensor_cached_inside_a_mode_works_outside_it(mode, empty_cache):
     with mode():
-        _cached_order(4, 4, "gilbert", torch.device("cpu"), 0, 1)
+        _cached_order(4, 4, "gilbert", torch.device("cpu"), 1)
     order = query_order(4, 4)
     assert type(order) is torch.Tensor
     values = torch.randn(16, requires_grad=True)
@@ -152,11 +149,11 @@ def test_tiles_of_videos_are_compact_in_time_and_space():
         ((0, 4), "height and width must be at least 1, but got 0 x 4"),
         ((4, 0), "height and width must be at least 1, but got 4 x 0"),
         ((-1, 4), "height and width must be at least 1, but got -1 x 4"),
-        ((4, 4, "gilbert", "cpu", 0, 0), "frames must be at least 1, but got 0"),
+        ((4, 4, "gilbert", "cpu", 0), "frames must be at least 1, but got 0"),
     ],
 )
 def test_refusals(arguments, message):
-    names = ("height", "width", "kind", "device", "seed", "frames")
+    names = ("height", "width", "kind", "device", "frames")
     with pytest.raises(ValueError, match=message):
         query_order(**dict(zip(names, arguments, strict=False)))
 

@@ -627,6 +627,7 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         ("generate --tolerance 0.1 --num-refined 8", "--num-refined and --tolerance exclude each"),
         ("generate --tolerance 0.1 --threshold 0.1", "--threshold and --tolerance exclude each"),
         ("generate --threshold -1", "--threshold must be at least 0, but got -1.0"),
+        ("generate --threshold 1e-4,1e-3", "avq generate sets one value; avq bench compares"),
         ("generate --threshold 1e-4 --codebooks CODEBOOKS", "Thresholds and tolerances exclude"),
         ("bench --threshold 1e-4,x", "--threshold must be numbers such as 0.1 or 0.05,0.1"),
         ("bench --threshold nan", "--threshold must be at least 0, but got nan"),

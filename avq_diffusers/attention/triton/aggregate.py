@@ -99,9 +99,11 @@ def _load_codes(head, parent, cell, SIZES, CELLS):
 
 
 @triton.jit
-def _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS):
-    """The `Sums` of a cell's keys, ranks `start` to `stop`, by their leaf, which is stored."""
+def _sum_leaves(head, at, codes, bias, cell, part, SIZES, CELLS, KEYS):
+    """The `Sums` of a part of a cell's keys by their leaf, which is stored."""
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
+    start = part * CELLS.PIECE
+    stop = tl.minimum(start + CELLS.PIECE, cell.total)
     leaves = tl.arange(0, LEAF_ROWS)
     value_sums = tl.zeros([LEAF_ROWS, SIZES.PADDED_DIM], tl.float32)
     key_sums = value_sums
@@ -336,9 +338,7 @@ def aggregate_kernel(
     cell = cell_of(parent, sorted_of_head, CELLS)
     codes, bias = _load_codes(head, parent, cell, SIZES, CELLS)
 
-    start = part * PIECE
-    stop = tl.minimum(start + PIECE, cell.total)
-    sums = _sum_leaves(head, at, codes, bias, cell, start, stop, SIZES, CELLS, KEYS)
+    sums = _sum_leaves(head, at, codes, bias, cell, part, SIZES, CELLS, KEYS)
     tl.store(at.pieces.piece_counts + piece * LEAF_ROWS + tl.arange(0, LEAF_ROWS), sums.counts)
     if cell.total <= PIECE:
         _store_rows(head, at, sums, parent, cell.first, SIZES, CELLS)

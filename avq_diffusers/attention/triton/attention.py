@@ -14,7 +14,6 @@ Rows of the tables: MP parents with all their keys, MP parents with the keys tha
 children for each of the M0 parents.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +57,7 @@ from avq_diffusers.attention.triton.tokens import (
     TokenPointers,
     attend_tokens,
     centre_logits,
+    centre_of_head,
     tokens_of_head,
 )
 from avq_diffusers.attention.triton.tuning import (
@@ -154,13 +154,6 @@ def _add_sinks(queries, of_centre, sinks, sums, ADD, SIZES, BLOCKS):
         valid = token < sinks.number
         sums = ADD(queries, of_centre, sinks, token, valid, sums, SIZES)
     return sums
-
-
-@triton.jit
-def centre_of_head(tokens, tile, SIZES):
-    """(DP) pointer to the centre of the codes."""
-    centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head.to(tl.int64)
-    return tokens.centre + centre_head * SIZES.PADDED_DIM
 
 
 @triton.jit
@@ -391,7 +384,7 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
     spec = problem.spec
     head_dim = problem.query.shape[3]
     padded_dim, parent_rows, child_rows = problem.padded_sizes
-    rows = 2 * parent_rows + spec.num_parents * child_rows
+    rows = problem.num_rows
     refines = {None: "threshold", 0: "none", spec.num_parents: "all"}
     return TileSizes(
         HEADS=problem.query.shape[1],
@@ -415,6 +408,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         SINKS=problem.sinks is not None,
         ORDERED=problem.query_order is not None,
         OWN_CENTRE=not problem.is_stored,
-        FACTOR=problem.scale * math.log2(math.e),
+        FACTOR=problem.factor,
         ALIGN=align,
     )

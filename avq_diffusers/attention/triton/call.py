@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Tensors, empty_shown, empty_tokens
 from avq_diffusers.attention.triton.attention import attention_launches
 from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import MOST_PLANS, Memory, Plan, are_aligned
@@ -40,7 +39,7 @@ def kernel_attention(
         OutOfResources: even the smallest tiling exceeds the GPU's registers or shared memory.
     """
     tensors = readable(tensors)
-    results = _empty_results(tensors.query, spec)
+    results = empty_tokens(tensors.query), empty_shown(tensors.query, spec.query_tile)
     given = given_by(tensors, stored, parents, *results)
     run_fitting(_plan, Problem.of(tensors, stored, parents, spec), given)
     return results
@@ -60,11 +59,10 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
     if any(x is not y for x, y in zip(as_they_are, tensors, strict=True)):
         return lambda tensors: None
     problem = Problem.of(tensors, None, None, spec)
-    reduction = reductions[problem.variant] if reductions else 0
-    plan = _plan(problem._replace(reduction=reduction) if reduction else problem)
+    plan = _plan(_fitting(problem))
 
     def repeat(tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-        results = _empty_results(tensors.query, spec)
+        results = empty_tokens(tensors.query), empty_shown(tensors.query, spec.query_tile)
         given = given_by(tensors, None, None, *results)
         if not are_aligned(given):
             return None
@@ -72,14 +70,6 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
         return results
 
     return repeat
-
-
-def _empty_results(query: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    batch, heads, num_queries, _ = query.shape
-    device = query.device
-    output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, device=device)
-    shown = batch, heads, -(-num_queries // spec.query_tile), 2
-    return output, torch.empty(shown, dtype=torch.int32, device=device)
 
 
 def run_fitting(
@@ -91,14 +81,19 @@ def run_fitting(
         OutOfResources: even the smallest tiling exceeds them.
     """
     while True:
-        reduction = reductions[problem.variant] if reductions else 0
-        plan = make_plan(problem._replace(reduction=reduction) if reduction else problem)
+        fitting = _fitting(problem)
         try:
-            return plan.run(given, problem.device)
+            return make_plan(fitting).run(given, problem.device)
         except OutOfResources:
-            if reduction == MOST_REDUCED:
+            if fitting.reduction == MOST_REDUCED:
                 raise
-            reductions[problem.variant] = reduction + 1  # other threads may have done the same
+            # Other threads may have done the same.
+            reductions[problem.variant] = fitting.reduction + 1
+
+
+def _fitting(problem: Problem) -> Problem:
+    """The problem with tilings as small as its variant has needed so far."""
+    return problem._replace(reduction=reductions[problem.variant]) if reductions else problem
 
 
 @lru_cache(MOST_PLANS)

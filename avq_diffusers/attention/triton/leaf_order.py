@@ -45,19 +45,16 @@ def _count_leaves(piece_counts_ptr, parent, part, keys, cell, CELLS):
 
 
 @triton.jit
-def order_leaves(
-    leaf_ptr, piece_counts_ptr, sort, leaves, chunks, batch_head, piece, num_pieces, CELLS, KEYS
-):
+def order_leaves(leaf_ptr, piece_counts_ptr, sort, leaves, chunks, batch_head, piece, CELLS, KEYS):
     """Write the keys of one piece of one parent to their leaves' positions.
 
-    leaf, piece_counts: written by the aggregation.
+    leaf, piece_counts: written by the aggregation; the latter of this head.
     """
     LEAF_ROWS: tl.constexpr = CELLS.LEAF_ROWS
     WORDS: tl.constexpr = CELLS.NUM_CHILDREN // 4 + 1
     leaves_of_cell = tl.arange(0, LEAF_ROWS)
     first_key = batch_head * chunks.num_keys
     sorted_of_head = sorted_keys(sort, batch_head, chunks, CELLS)
-    piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
 
     parent, part = parent_of(piece, sorted_of_head, CELLS)
     if parent < CELLS.PARENT_ROWS:

@@ -18,7 +18,6 @@ Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP
 L leaves of a parent (0 stays, c + 1 is child c) and padding.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -59,22 +58,16 @@ class Precompute(NamedTuple):
 
 
 def precompute_launches(
-    problem: Problem,
-    given: Given,
-    memory: Memory,
-    *,
-    leaves: bool = False,
-    tiling: PrecomputeTiling | None = None,
+    problem: Problem, given: Given, memory: Memory, *, leaves: bool = False
 ) -> Precompute:
     """A call's first launches, which add to its memory.
 
     With `leaves`, the order of leaves is made even if tiles do not need it. `given` are pointers.
-    `tiling` defaults to `precompute_tiling`.
     """
     spec, dtype = problem.spec, problem.dtype
     int32, float32 = torch.int32, torch.float32
     batch, num_heads, num_keys, _ = problem.key.shape
-    tiling = tiling or precompute_tiling(problem)
+    tiling = precompute_tiling(problem)
     sizes = _sizes(problem)
     has_order = leaves or problem.shows_keys
     cells = _cells(problem, tiling, has_leaves=has_order)
@@ -191,10 +184,10 @@ def _cells(problem: Problem, tiling: PrecomputeTiling, *, has_leaves: bool) -> C
         PARENT_ROWS=parent_rows,
         CHILD_ROWS=child_rows,
         LEAF_ROWS=max(16, 2 * child_rows),
-        ROWS=2 * parent_rows + spec.num_parents * child_rows,
+        ROWS=problem.num_rows,
         NUM_CHUNKS=tiling.num_chunks,
         PIECE=tiling.piece_keys,
-        FACTOR=_factor(problem),
+        FACTOR=problem.factor,
         LEAVES=has_leaves,
     )
 
@@ -210,9 +203,5 @@ def _sort_blocks(problem: Problem, tiling: PrecomputeTiling, sizes: KeySizes) ->
         STRIPS=tiling.sort_warps,
         RESIDENT=sort_parents == sizes.PARENT_ROWS or resident_bytes <= tiling.sort_shared,
         FIRST_ORDER=problem.has_first_order,
-        FACTOR=_factor(problem),
+        FACTOR=problem.factor,
     )
-
-
-def _factor(problem: Problem) -> float:
-    return problem.scale * math.log2(math.e)

@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, N queries, S keys, T sinks, D head dim, M0 parents.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,17 @@ class Problem(NamedTuple):
         return padded_sizes(self.key.shape[3], spec.num_parents, spec.num_children)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the tables, 2 MP + M0 CP."""
+        _, parent_rows, child_rows = self.padded_sizes
+        return 2 * parent_rows + self.spec.num_parents * child_rows
+
+    @property
+    def factor(self) -> float:
+        """On the logits of keys, in base 2."""
+        return self.scale * math.log2(math.e)
+
+    @property
     def num_tiles(self) -> int:
         """Query tiles per head."""
         return -(-self.query.shape[2] // self.spec.query_tile)
@@ -203,17 +215,14 @@ def alignment_of(*layouts: Layout) -> int:
 def readable(tensors: Tensors) -> Tensors:
     """The tensors, copied where kernels cannot read them."""
     sink_key, sink_value = tensors.sink_key, tensors.sink_value
-    return Tensors(
-        kernel_layout(tensors.query, 8),
-        kernel_layout(tensors.key),
-        kernel_layout(tensors.value),
-        None if sink_key is None else kernel_layout(sink_key),
-        None if sink_value is None else kernel_layout(sink_value),
-        tensors.parents,
-        tensors.children,
-        aligned(tensors.query_order),
-        aligned(tensors.key_order),
-        tensors.scale,
+    return tensors._replace(
+        query=kernel_layout(tensors.query, 8),
+        key=kernel_layout(tensors.key),
+        value=kernel_layout(tensors.value),
+        sink_key=None if sink_key is None else kernel_layout(sink_key),
+        sink_value=None if sink_value is None else kernel_layout(sink_value),
+        query_order=aligned(tensors.query_order),
+        key_order=aligned(tensors.key_order),
     )
 
 

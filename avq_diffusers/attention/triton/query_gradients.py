@@ -21,7 +21,6 @@ import triton.language as tl
 from avq_diffusers.attention.triton.attention import (
     add_columns,
     attend_tile,
-    centre_of_head,
     seen_by_tile,
 )
 from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
@@ -50,6 +49,7 @@ from avq_diffusers.attention.triton.tokens import (
     TokenLayout,
     TokenPointers,
     centre_logits,
+    centre_of_head,
     load_tokens,
     token_logits,
 )

@@ -40,6 +40,7 @@ from avq_diffusers.attention.triton.tokens import (
     TokenLayout,
     TokenPointers,
     centre_logits,
+    centre_of_head,
     token_logits,
     tokens_of_head,
 )
@@ -99,14 +100,24 @@ class Counted(NamedTuple):
     keys: tl.tensor
 
 
+class Deciding(NamedTuple):
+    """The queries of a tile that decide its columns, and the threshold, ignored without one."""
+
+    query: tl.tuple
+    valid: tl.tensor  # (SAMPLES) False on padding
+    number: tl.tensor
+    threshold: tl.tensor
+
+
 class Asked(NamedTuple):
-    """The queries of a tile that decide its columns."""
+    """What these queries tell."""
 
     query: tl.tuple
     maximum: tl.tensor  # (SAMPLES) of their logits of parents and sinks
     # (SAMPLES) What a weight relative to the maximum adds to a mean attention, 0 on padding.
     share: tl.tensor
     size: tl.tensor
+    threshold: tl.tensor
 
 
 @triton.jit
@@ -180,9 +191,10 @@ def _mean(weights, share):
 
 
 @triton.jit
-def _ask(query, valid, num_samples, tables, columns, centre_ptr, sinks, SIZES, BLOCKS):
+def _ask(deciding, tables, columns, centre_ptr, sinks, SIZES, BLOCKS):
     """What queries that decide tell about parents; with a threshold, sinks share attention."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    query = deciding.query
     running_max = tl.full([BLOCKS.SAMPLES], LOG_ZERO, tl.float32)
     total = tl.zeros([BLOCKS.SAMPLES], tl.float32)
     if BLOCKS.M == PARENT_ROWS:
@@ -195,9 +207,9 @@ def _ask(query, valid, num_samples, tables, columns, centre_ptr, sinks, SIZES, B
     of_parents = running_max
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
-    share = tl.where(valid, 1.0 / (total * num_samples), 0.0)
-    size = tl.sum(size_of(query, SIZES), axis=0) / num_samples
-    asked = Asked(query, running_max, share, size)
+    share = tl.where(deciding.valid, 1.0 / (total * deciding.number), 0.0)
+    size = tl.sum(size_of(query, SIZES), axis=0) / deciding.number
+    asked = Asked(query, running_max, share, size, deciding.threshold)
     if BLOCKS.M == PARENT_ROWS:
         masses = _mean(tl.trans(weights), share * tl.exp2(of_parents - running_max))
     else:
@@ -236,9 +248,9 @@ def _masses_of_parents(asked, tables, columns, FIRST_ROW, SIZES, BLOCKS):
 
 
 @triton.jit
-def _is_fine(masses, spread, counts, size, threshold):
+def _is_fine(asked, masses, spread, counts):
     """Whether rows of leaves are worth as many columns as they have keys."""
-    return masses * _growth(size * spread) > threshold * counts
+    return masses * _growth(asked.size * spread) > asked.threshold * counts
 
 
 @triton.jit
@@ -252,7 +264,7 @@ def _rank_of(score, PARENT_ROWS):
 
 
 @triton.jit
-def _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS):
+def _refined(asked, masses, tables, counts, SIZES):
     """(MP) The parents whose leaves are shown; only those with keys matter."""
     parents = tl.arange(0, SIZES.PARENT_ROWS)
     is_refined = parents < 0
@@ -268,7 +280,7 @@ def _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS):
         further = tl.load(tables.inside + 2 * parents + 1)
         spread = tl.load(tables.spread + parents)
         gain = masses * (_growth(asked.size * spread) - _growth(asked.size * inside))
-        is_refined = (further < 0.5) | (gain > threshold * further)
+        is_refined = (further < 0.5) | (gain > asked.threshold * further)
     return is_refined & (counts > 0)
 
 
@@ -291,16 +303,14 @@ def _load_children(tables, parents, SIZES):
 
 
 @triton.jit
-def _append_children(
-    asked, tables, row_start_ptr, columns, counted, first, num_refined, threshold, SIZES, BLOCKS
-):
-    """Add the children of P refined parents, from the tile's `first` one on, to the columns."""
+def _append_children(asked, tables, row_start_ptr, columns, counted, first, stop, SIZES, BLOCKS):
+    """Add the children of P of a tile's refined parents, `first` to `stop`, to the columns."""
     CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     parent = tl.load(columns.refined + first + tl.arange(0, BLOCKS.P))
     rows = parent[:, None] * CHILD_ROWS + tl.arange(0, CHILD_ROWS)[None, :]
     rows = 2 * SIZES.PARENT_ROWS + rows.reshape(BLOCKS.P * CHILD_ROWS)
     child = tl.arange(0, BLOCKS.P * CHILD_ROWS)
-    is_refined = first + child // CHILD_ROWS < num_refined
+    is_refined = first + child // CHILD_ROWS < stop
     counts = tl.load(tables.counts + rows, mask=is_refined, other=0)
     log_counts = tl.load(tables.log_counts + rows)
     is_fine = child < 0
@@ -309,19 +319,19 @@ def _append_children(
         spread = tl.load(tables.spread + rows)
         starts = tl.load(row_start_ptr + rows)
         masses = _masses(asked, _load_children(tables, parent, SIZES), counts)
-        is_fine = _is_fine(masses, spread, counts, asked.size, threshold)
+        is_fine = _is_fine(asked, masses, spread, counts)
     return _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, BLOCKS)
 
 
 @triton.jit
-def _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLOCKS):
+def _select(asked, masses, tables, row_start_ptr, columns, SIZES, BLOCKS):
     """Write the columns of a tile; return how many there are."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     counted = Counted(0, 0, 0)
     parents = tl.arange(0, PARENT_ROWS)
     counts = tl.load(tables.counts + parents)
     log_counts = tl.load(tables.log_counts + parents)
-    is_refined = _refined(asked, masses, tables, counts, threshold, SIZES, BLOCKS)
+    is_refined = _refined(asked, masses, tables, counts, SIZES)
     is_fine = parents < 0
     rows = parents
     starts = parents
@@ -332,7 +342,7 @@ def _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLO
             starts = tl.load(row_start_ptr + stays)
             of_stays = tl.load(tables.counts + stays)
             masses = _masses_of_parents(asked, tables, columns, PARENT_ROWS, SIZES, BLOCKS)
-            is_fine = _is_fine(masses, spread, of_stays, asked.size, threshold) & is_refined
+            is_fine = _is_fine(asked, masses, spread, of_stays) & is_refined
         rows = tl.where(is_refined, stays, rows)
         counts = tl.where(is_refined, tl.load(tables.counts + stays), counts)
         log_counts = tl.where(is_refined, tl.load(tables.log_counts + stays), log_counts)
@@ -346,16 +356,7 @@ def _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLO
         tl.debug_barrier()
         for first in tl.range(0, num_refined, BLOCKS.P):
             counted = _append_children(
-                asked,
-                tables,
-                row_start_ptr,
-                columns,
-                counted,
-                first,
-                num_refined,
-                threshold,
-                SIZES,
-                BLOCKS,
+                asked, tables, row_start_ptr, columns, counted, first, num_refined, SIZES, BLOCKS
             )
     return counted
 
@@ -419,26 +420,15 @@ def select_kernel(
     CELLS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the columns of one query tile, or a part of the leaf order or of the matrix.
-
-    threshold: ignored without one.
-    """
+    """Write the columns of one query tile, or a part of the leaf order or of the matrix."""
     head = tl.program_id(0) % SIZES.HEADS
     index = tl.program_id(0) // SIZES.HEADS
     batch = tl.program_id(1).to(tl.int64)
     batch_head = batch * SIZES.HEADS + head
     if CELLS.LEAVES and index < programs.pieces:
+        piece_counts_ptr += batch_head * num_pieces * CELLS.LEAF_ROWS
         order_leaves(
-            leaf_ptr,
-            piece_counts_ptr,
-            sort,
-            leaves,
-            chunks,
-            batch_head,
-            index,
-            num_pieces,
-            CELLS,
-            BLOCKS.KEYS,
+            leaf_ptr, piece_counts_ptr, sort, leaves, chunks, batch_head, index, CELLS, BLOCKS.KEYS
         )
         return
     index -= programs.pieces
@@ -456,22 +446,19 @@ def select_kernel(
     tables = head_of_tables(tables, batch_head, head, SIZES)
     columns = columns_of_tile(columns, tile, SIZES)
     sinks = tokens_of_head(tokens.sink_key, tokens.sink_value, sink_layout, batch, head, SIZES)
-    centre_head = batch_head if SIZES.OWN_CENTRE else head.to(tl.int64)
-    centre_ptr = tokens.centre + centre_head * SIZES.PADDED_DIM
+    centre_ptr = centre_of_head(tokens, tile, SIZES)
 
     asked = ()
     masses = ()
     if SIZES.REFINES == "threshold" or SIZES.REFINES == "some":
         rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
         query = load_queries(rows, tile, SIZES)
-        samples = tl.minimum(num_valid, BLOCKS.SAMPLES)
-        asked, masses = _ask(
-            query, valid, samples, tables, columns, centre_ptr, sinks, SIZES, BLOCKS
-        )
+        deciding = Deciding(query, valid, tl.minimum(num_valid, BLOCKS.SAMPLES), threshold)
+        asked, masses = _ask(deciding, tables, columns, centre_ptr, sinks, SIZES, BLOCKS)
     if BLOCKS.LEVELS:
         _show_nothing(columns, SIZES)
     row_start_ptr = leaves.row_start + batch_head * SIZES.ROWS
-    counted = _select(asked, masses, tables, row_start_ptr, columns, threshold, SIZES, BLOCKS)
+    counted = _select(asked, masses, tables, row_start_ptr, columns, SIZES, BLOCKS)
     tl.store(columns.shown, counted.codewords)
     tl.store(columns.shown + 1, counted.keys)
     tl.store(columns.num_leaves, counted.leaves)

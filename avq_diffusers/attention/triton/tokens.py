@@ -72,6 +72,13 @@ def load_tokens(pointer, token, stride, valid, SIZES):
 
 
 @triton.jit
+def centre_of_head(tokens, tile, SIZES):
+    """(DP) pointer to the centre of the codes."""
+    centre_head = tile.batch_head if SIZES.OWN_CENTRE else tile.head.to(tl.int64)
+    return tokens.centre + centre_head * SIZES.PADDED_DIM
+
+
+@triton.jit
 def centre_logits(query, centre_ptr, SIZES):
     """(BLOCK_N) What keys lack that have not been centred: minus the logits of the centre."""
     dims = tl.arange(0, SIZES.BLOCK_D)

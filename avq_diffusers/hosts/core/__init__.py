@@ -19,6 +19,7 @@ from avq_diffusers.hosts.core.layers import (
     ATTRIBUTE,
     Layer,
     LayerSpec,
+    as_table,
     check_specs,
     chosen_layers,
     default_config,

@@ -23,11 +23,7 @@ def checked_examples(
     seed: int,
     arguments: Mapping[str, Any],
 ) -> list[Any]:
-    """Check the arguments of `run_examples` and return the examples as a list.
-
-    Raises:
-        TypeError, ValueError: as `measure_error`.
-    """
+    """Check the arguments of `run_examples` and return the examples as a list."""
     check_int("seed", seed, 0)
     for name, value in arguments.items():
         if name in ("height", "width") and value is not None:
@@ -135,11 +131,7 @@ def _quiet(pipe: DiffusionPipeline) -> Iterator[None]:
 
 
 def as_examples(prompt: str | Sequence[str] | None, pixel_values: Any, host: Host) -> Any:
-    """The examples among the arguments of `apply_avq`, or None.
-
-    Raises:
-        TypeError: this kind of model takes the other argument.
-    """
+    """The examples among the arguments of `apply_avq`, or None."""
     other = pixel_values if host.has_prompts else prompt
     if other is not None:
         raise TypeError(f"a {host.kind} is measured on {host.examples}=...; pass that.")

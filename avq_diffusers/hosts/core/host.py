@@ -75,11 +75,7 @@ class Host(ABC):
         return TIMESTEP
 
     def refuse(self, model: nn.Module) -> None:  # noqa: B027 (most kinds refuse nothing)
-        """Refuse a model whose current state rules out AVQ.
-
-        Raises:
-            ValueError: the message says what to do.
-        """
+        """Raise a ValueError, which says what to do, if a model's state rules out AVQ."""
 
     def ranks(self, model: nn.Module) -> Ranks | None:
         """The ranks that run a model together; None if it runs in one process."""
@@ -188,6 +184,12 @@ class Watch(ABC):
         self.layers = layers
         self.others = others
 
+    @property
+    def states(self) -> list[LayerState]:
+        """Of the layers that still have AVQ, which may have been removed through another model."""
+        found = [layer.avq_state for layer in self.layers]
+        return [state for state in found if state is not None]
+
     def attach(self, caller: nn.Module) -> list[RemovableHandle]:
         """Register the hooks."""
         return [
@@ -204,7 +206,7 @@ class Watch(ABC):
         for layer in self.layers:
             state = layer.avq_state
             if state is None:
-                continue  # AVQ was removed through another model
+                continue
             if layer.checkpointed is not None:
                 keep_calls(layer.checkpointed, None if layer.checkpointed is caller else layer.attn)
             state.refuse_replica(caller)
@@ -220,7 +222,5 @@ class Watch(ABC):
 
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:
         """The hook after the module, even if it failed."""
-        for layer in self.layers:
-            state = layer.avq_state
-            if state is not None:
-                state.leave()
+        for state in self.states:
+            state.leave()

@@ -18,12 +18,7 @@ ATTRIBUTE = "_avq"
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Module path, level and head shape of a self-attention layer.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a number is out of range.
-    """
+    """Module path, level and head shape of a self-attention layer."""
 
     name: str
     level: int
@@ -48,6 +43,12 @@ def short_names(names: Sequence[str]) -> list[str]:
     while len(parts) > 1 and all(len(x) > 1 and x[-1] == parts[0][-1] for x in parts):
         parts = [modules[:-1] for modules in parts]
     return [".".join(modules) for modules in parts]
+
+
+def as_table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in aligned columns, a line per row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,7 @@ def chosen_layers(
     exact: tuple[str, ...],
     overrides: Iterable[str],
 ) -> list[AnyLayer]:
-    """The layers at these levels that do not stay exact; arguments as in `select_layers`.
-
-    Raises:
-        ValueError: no layer is at these levels, a name in `exact` matches none there, no layer is
-            left, or an override matches none.
-    """
+    """The layers at these levels that do not stay exact; arguments as in `select_layers`."""
     present = sorted({layer.level for layer in layers})
     wanted = present if levels is None else levels
     if wanted and not {*wanted}.intersection(present):
@@ -122,11 +118,7 @@ def chosen_layers(
 def check_specs(
     subject: str, specs: Mapping[str, LayerSpec], layers: Sequence[LayerSpec], has: str
 ) -> None:
-    """Refuse layers of a model other than the one that `specs` describe.
-
-    Raises:
-        ValueError: names or shapes differ.
-    """
+    """Refuse layers of a model other than the one that `specs` describe."""
     check_names(f"{subject} of another model", specs, [layer.name for layer in layers])
     for layer in layers:
         spec = specs[layer.name]

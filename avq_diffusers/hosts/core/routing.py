@@ -45,11 +45,7 @@ _AROUND = {"eager": 0.2, "compiled": 0.04}
 
 
 def check_route(route: str | int) -> None:
-    """Refuse an unknown route.
-
-    Raises:
-        ValueError: `route` is neither of `ROUTES` nor a number of tokens.
-    """
+    """Refuse an unknown route."""
     if isinstance(route, int) and not isinstance(route, bool):
         check_int("route", route, 0)
     elif route not in ROUTES:
@@ -263,7 +259,7 @@ def break_even(
 
     Args:
         workload, device, trial: what is measured.
-        names: the code that is measured.
+        names: the code that is measured: a compiler slows down eager calls.
     """
     known = known_break_even(workload, device) or NOTHING_KNOWN
     unknown = [name for name in known.unknown(trial.num_tokens) if name in names]

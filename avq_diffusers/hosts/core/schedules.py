@@ -84,9 +84,6 @@ def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> N
     Args:
         hosted: the model.
         schedules: of its layers; those of other models are left out.
-
-    Raises:
-        ValueError: options follow the timestep, but the model's calls have none.
     """
     own = {state: schedules[state] for state in hosted.states.values() if state in schedules}
     if hosted.timesteps is None and any(len(schedule) > 1 for schedule in own.values()):

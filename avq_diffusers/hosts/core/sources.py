@@ -41,10 +41,6 @@ def resolved_source(
         source: codebooks, a configuration, its string, or None for the default.
         config_fields: fields of `AVQConfig`.
         default: taken for None; also gives the levels that a string does not name.
-
-    Raises:
-        TypeError: `source` has the wrong type, or codebooks come with fields.
-        ValueError: a string is malformed, or a field is out of range.
     """
     if not isinstance(source, StoredSource | AVQConfig | str | None):
         raise TypeError(
@@ -71,9 +67,6 @@ def check_known(
         function: name of the function.
         given, known: names of arguments.
         is_open: whether it passes others on; then only names close to known ones are refused.
-
-    Raises:
-        TypeError: the message names the argument and the closest known one.
     """
     known = set(known)
     for name in given:
@@ -86,12 +79,7 @@ def check_known(
 def make_states(
     layers: Sequence[Layer], source: AVQSource, backend: str, route: str | int
 ) -> dict[Layer, LayerState]:
-    """New states for the layers that `source` chooses.
-
-    Raises:
-        ValueError: codebooks belong to another model, or a configuration needs codebooks or does
-            not fit the layers.
-    """
+    """New states for the layers that `source` chooses."""
     if isinstance(source, StoredSource):
         config = source.avq_config
         chosen = chosen_layers(layers, config.levels, config.exact, ())
@@ -114,11 +102,7 @@ def make_states(
 def states_of_config(
     layers: Sequence[Layer], config: AVQConfig, backend: str = "auto", route: str | int = "always"
 ) -> dict[Layer, LayerState]:
-    """New states for the layers of a configuration, without codebooks.
-
-    Raises:
-        ValueError: the configuration does not fit the layers.
-    """
+    """New states for the layers of a configuration, without codebooks."""
     chosen = chosen_layers(layers, config.levels, config.exact, config.overrides)
     return {
         x: LayerState(x, config.for_layer(x.name, x.level), LayerWeights(), backend, route)

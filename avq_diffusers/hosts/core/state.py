@@ -264,11 +264,7 @@ class LayerState:
             self.call.set(present)
 
     def present_call(self) -> Call | None:
-        """How the layer runs in this thread's call of the model; None outside.
-
-        Raises:
-            RuntimeError: a checkpoint recomputes the layer and does not know its call.
-        """
+        """How the layer runs in this thread's call of the model; None outside."""
         call = self.call.get()
         backward = _backward()
         if backward != NO_BACKWARD and (call is None or call.backward != backward):
@@ -441,9 +437,6 @@ class LayerState:
         Args:
             query, key, value: as in `avq_attention`.
             **options: `sink_key`, `sink_value` and `scale`.
-
-        Raises:
-            NotImplementedError: ONNX exports the model.
         """
         if torch.onnx.is_in_onnx_export():
             raise NotImplementedError(
@@ -468,11 +461,7 @@ class LayerState:
         return function(tensors, call.spec, self.backend)
 
     def refuse_replica(self, module: nn.Module) -> None:
-        """Refuse an `nn.DataParallel` replica of the module that begins the layer's calls.
-
-        Raises:
-            NotImplementedError: the layer has a codebook or projection changes.
-        """
+        """Refuse an `nn.DataParallel` replica of the module that begins the layer's calls."""
         if "_is_replica" in vars(module) and self.weights.are_stored:
             raise NotImplementedError(
                 "nn.DataParallel runs one layer on several devices at once, but its codebook is on "

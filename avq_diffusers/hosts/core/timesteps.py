@@ -34,12 +34,16 @@ class TimestepArgument(NamedTuple):
 
     Attributes:
         name: parameter of the model's `forward`.
-        scale, offset: the timestep is `offset + scale * argument`.
+        scale, offset: what turns it into the timestep.
     """
 
     name: str = "timestep"
     scale: float = 1.0
     offset: float = 0.0
+
+    def timestep(self, told: Any) -> Any:
+        """The timestep that a number or tensor tells."""
+        return self.offset + self.scale * told
 
 
 TIMESTEP = TimestepArgument()
@@ -72,19 +76,15 @@ class Timesteps(threading.local):
         Of the timesteps of one image's tokens, the largest: given frames have timestep 0. Rounded,
         because fractions are not exact. None during CUDA graph capture, which forbids reading from
         the device.
-
-        Raises:
-            ValueError: the batch has several timesteps, or the sampler has no training timesteps.
         """
-        name, scale, offset = self.argument
-        told = named_arguments(self.model, args, kwargs)[name]
+        told = named_arguments(self.model, args, kwargs)[self.argument.name]
         if not isinstance(told, Tensor):
-            return round(offset + scale * told, DIGITS)
+            return round(self.argument.timestep(told), DIGITS)
         if told.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         if not any(told.stride()):
             return self._of_view(told)
-        of_tokens = (offset + scale * told.float()).reshape(len(told), -1)
+        of_tokens = self.argument.timestep(told.float()).reshape(len(told), -1)
         values = set(of_tokens.amax(dim=1).tolist())
         if len(values) != 1:
             raise ValueError(
@@ -95,9 +95,8 @@ class Timesteps(threading.local):
 
     def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The largest number that a call tells as its timestep; of any sampler."""
-        name, scale, offset = self.argument
-        told = named_arguments(self.model, args, kwargs).get(name)
-        return None if told is None else float((offset + scale * torch.as_tensor(told)).max())
+        told = named_arguments(self.model, args, kwargs).get(self.argument.name)
+        return None if told is None else float(self.argument.timestep(torch.as_tensor(told)).max())
 
     def _of_view(self, timestep: Tensor) -> float:
         """The timestep that a view of one number tells, mostly of a scheduler's timesteps."""
@@ -107,8 +106,7 @@ class Timesteps(threading.local):
         is_read_each_time = table.is_inference() or table.device.type == "cpu"
         version = None if is_read_each_time else (table.data_ptr(), table._version)
         if version is None or version != self.version:
-            _, scale, offset = self.argument
-            values = [round(offset + scale * told, DIGITS) for told in table.tolist()]
+            values = [round(self.argument.timestep(told), DIGITS) for told in table.tolist()]
             self.values = _training_timesteps(values)
             # Kept alive so that no other tensor reuses its address.
             self.table, self.version = table, version

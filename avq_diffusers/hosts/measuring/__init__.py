@@ -3,10 +3,4 @@
 from avq_diffusers.hosts.measuring.allocation import Allocation
 from avq_diffusers.hosts.measuring.kept_profiles import KeptProfile
 from avq_diffusers.hosts.measuring.measurement import measure_error, output_errors
-from avq_diffusers.hosts.measuring.profile import (
-    SHOWN_TOLERANCES,
-    ErrorProfile,
-    checked_tolerance,
-    chosen_specs,
-    note_allocation,
-)
+from avq_diffusers.hosts.measuring.profile import SHOWN_TOLERANCES, ErrorProfile

@@ -8,13 +8,14 @@ threshold with the least time + multiplier x squared effect, and the multiplier 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from avq_diffusers.config import Spec
-from avq_diffusers.hosts.core import EXACT
+from avq_diffusers.hosts.core import EXACT, SpecSchedule
 
 Floats: TypeAlias = NDArray[np.float64]
 # The measured thresholds, ascending.
@@ -57,6 +58,7 @@ class Allocation:
         exact_time: the same for exact attention.
         unit: unit of the times.
         choices: by layer name, then by the timestep from which the choice holds.
+        num_tokens: by layer name, how many tokens were measured.
     """
 
     tolerance: float | None
@@ -65,6 +67,7 @@ class Allocation:
     exact_time: float
     unit: str
     choices: Mapping[str, Mapping[int, Choice]] = field(repr=False)
+    num_tokens: Mapping[str, int] = field(repr=False)
 
     @property
     def error(self) -> float:
@@ -79,6 +82,12 @@ class Allocation:
     def effect(self, name: str) -> float:
         """The output error if AVQ ran in this layer only, in the part where it is largest."""
         return max(choice.effect for choice in self.choices[name].values())
+
+    def schedule(self, name: str) -> SpecSchedule:
+        """A layer's options by timestep; equal ones of consecutive parts are one entry."""
+        choices = self.choices[name]
+        parts = groupby(choices, key=lambda start: choices[start].spec)
+        return {next(starts): spec for spec, starts in parts}
 
     def __str__(self) -> str:
         asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"

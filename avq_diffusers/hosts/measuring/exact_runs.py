@@ -253,11 +253,7 @@ class MeasuredLayer:
         state.function = self.attend
 
     def attend(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
-        """Exact attention in place of AVQ, or what a repeated call tries.
-
-        Raises:
-            ValueError: the attention output has NaN or infinity.
-        """
+        """Exact attention in place of AVQ, or what a repeated call tries."""
         tried = self.runs.tried
         own = None if tried is None else tried.get(self.layer.name)
         if own is not None:
@@ -299,9 +295,6 @@ class MeasuredLayer:
         Args:
             starts: the parts. One in which the layer was not measured gets the others combined.
             called: share of calls that went to the layer's model.
-
-        Raises:
-            RuntimeError: the layer did not run.
         """
         if self.state.last_call is None:
             raise RuntimeError(f"{self.layer.name} did not run.")

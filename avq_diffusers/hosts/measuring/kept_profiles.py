@@ -111,11 +111,7 @@ def _device(pipe: Any, models: Sequence[Hosted]) -> str:
 
 @torch.no_grad()
 def _of_module(root: nn.Module) -> str:
-    """Digest of a module's weights and settings: adapters, their scales, FreeU and the like.
-
-    Raises:
-        _UnknownContentError: it has forward hooks, or weights that are not loaded.
-    """
+    """Digest of a module's weights and settings: adapters, their scales, FreeU and the like."""
     facts: list[Any] = []
     for name, module in root.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
@@ -138,11 +134,7 @@ def _of_setting(value: Any) -> str:
 
 
 def _digest(value: Any) -> str:
-    """Digest of contents.
-
-    Raises:
-        _UnknownContentError: `value` is or holds something whose contents cannot be read.
-    """
+    """Digest of contents."""
     state = hashlib.sha256(type(value).__qualname__.encode())
     for piece in _pieces(value):
         state.update(len(piece).to_bytes(8, "little") + piece)

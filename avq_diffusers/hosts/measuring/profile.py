@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from avq_diffusers.hosts.core import (
     EXACT,
     NUM_TRAIN_TIMESTEPS,
     LayerSpec,
-    LayerState,
-    SpecSchedule,
+    as_table,
     check_specs,
     short_names,
 )
@@ -166,7 +164,7 @@ class ErrorProfile:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5.
         """
-        tolerance, chosen = checked_tolerance(tolerance), {}
+        tolerance, chosen = check_tolerance(tolerance), {}
         choices = choices_of(self.thresholds)
         for start, part in self.parts.items():
             effects, _, times = self._table(start, choices)
@@ -227,7 +225,8 @@ class ErrorProfile:
             for row, parts in enumerate(choices.values()):
                 parts[start] = Choice(specs[chosen[start][row]], effects[row], columns[row])
         exact_time = math.fsum(one.exact_time for one in self.layers)
-        return Allocation(tolerance, errors, time, exact_time, self.unit, choices)
+        num_tokens = {one.layer.name: one.num_tokens for one in self.layers}
+        return Allocation(tolerance, errors, time, exact_time, self.unit, choices, num_tokens)
 
     def check_layers(self, layers: Sequence[LayerSpec]) -> None:
         """Refuse layers other than the measured ones.
@@ -325,37 +324,7 @@ class ErrorProfile:
         rows.append(["columns of", *("" for _ in plans)])
         for name in plans[0].choices:
             rows.append([name, *(_columns(plan.choices[name]) for plan in plans)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def chosen_specs(
-    states: Mapping[LayerSpec, LayerState], allocation: Allocation
-) -> dict[LayerState, SpecSchedule]:
-    """Each layer's options by timestep; equal ones of consecutive parts are one entry."""
-
-    def schedule(choices: Mapping[int, Choice]) -> SpecSchedule:
-        runs = groupby(choices, key=lambda start: choices[start].spec)
-        return {next(starts): spec for spec, starts in runs}
-
-    return {state: schedule(allocation.choices[layer.name]) for layer, state in states.items()}
-
-
-def note_allocation(
-    states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
-) -> None:
-    """Record the allocation, and the number of tokens it was measured at, in the layers' states."""
-    num_tokens = {one.layer.name: one.num_tokens for one in profile.layers}
-    for layer, state in states.items():
-        state.note_allocation(allocation, num_tokens[layer.name])
-
-
-def checked_tolerance(tolerance: Any) -> float:
-    """The tolerance as a float; raises TypeError or ValueError if it is invalid."""
-    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
-        raise TypeError(f"tolerance must be a number such as 0.02, but got {tolerance!r}.")
-    check_tolerance("tolerance", tolerance)
-    return float(tolerance)
+        return as_table(rows)
 
 
 def _columns(choices: Mapping[int, Choice]) -> str:

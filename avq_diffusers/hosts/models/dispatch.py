@@ -52,7 +52,7 @@ from avq_diffusers.hosts.core import (
     named_arguments,
     own_name,
 )
-from avq_diffusers.hosts.models.grids import READS_THE_GRID, Family, family_of
+from avq_diffusers.hosts.models.grids import READS_THE_GRID, family_of
 from avq_diffusers.hosts.models.masks import Group, joint_attention, masked_attention, read_groups
 from avq_diffusers.hosts.models.parallel import RING, is_ulysses, ranks_of, share_verdict
 from avq_diffusers.hosts.models.unet import level_of
@@ -327,7 +327,7 @@ class TransformerWatch(Watch):
 
     @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        family = _family(caller)
+        family = family_of(caller)
         assert family is not None
         arguments = named_arguments(type(caller), args, kwargs)
         tokens = family.hidden_states(arguments)
@@ -337,8 +337,8 @@ class TransformerWatch(Watch):
             share_verdict(ranks, tokens.device)
             grid = RING if ranks.kind == RING else grid
         if not isinstance(grid, str):
-            beside = family.num_beside(arguments, prod(grid))
-        self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside_first, ranks))
+            beside = family.beside.number(arguments, prod(grid))
+        self.enter(caller, Tokens(tokens, tokens.dtype, grid, beside, family.beside.first, ranks))
 
 
 class _DispatchWatch(TransformerWatch):
@@ -360,8 +360,7 @@ class _DispatchWatch(TransformerWatch):
         _present.set(None)
         if torch.compiler.is_compiling():
             return
-        states = [layer.avq_state for layer in self.layers]
-        if any(state is not None and state.bypassed_by is not None for state in states):
+        if any(state.bypassed_by is not None for state in self.states):
             self.others.warn()
 
 
@@ -384,7 +383,7 @@ class DispatchHost(Host):
     watch = _DispatchWatch
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        family = _family(model)
+        family = family_of(model)
         if family is None:
             return []
         return [
@@ -394,7 +393,7 @@ class DispatchHost(Host):
         ]
 
     def timestep_of(self, model: nn.Module) -> TimestepArgument | None:
-        family = _family(model)
+        family = family_of(model)
         return TIMESTEP if family is None else family.timestep
 
     def ranks(self, model: nn.Module) -> Ranks | None:
@@ -466,10 +465,6 @@ ADDED = AddedHost()
 
 def _backend_of(attn: Any) -> AttentionBackendName | None:
     return getattr(getattr(attn, "processor", None), "_attention_backend", None)
-
-
-def _family(model: nn.Module) -> Family | None:
-    return family_of(type(model))
 
 
 def _is_self_attention(name: str, attn: nn.Module, parts: tuple[str, ...]) -> bool:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from avq_diffusers.hosts.core import (
     NUM_TRAIN_TIMESTEPS,
@@ -25,6 +25,19 @@ OUTPUT_IMAGE = 2  # Ideogram's indicator of image tokens
 Arguments = Mapping[str, Any]
 
 
+class Beside(NamedTuple):
+    """The tokens beside the `N` of the grid.
+
+    Attributes:
+        number: of them, as `Tokens.beside`, from the arguments of `forward` and N; `REST` where
+            these do not tell.
+        first: whether they come before the grid.
+    """
+
+    number: Callable[[Arguments, int], dict[str, int]]
+    first: bool = False
+
+
 @dataclass(frozen=True)
 class Family:
     """Diffusers transformers that specify the grid in the same way.
@@ -32,9 +45,7 @@ class Family:
     Attributes:
         models: class names.
         read: the grid, from the model's config and the arguments of its `forward`.
-        num_beside: number of tokens beside the `N` of the grid, as `Tokens.beside`, from the same
-            arguments; `REST` where they do not tell.
-        beside_first: whether these tokens come before the grid.
+        beside: the tokens beside the grid.
         parts: module paths, or parts of them, whose attention sees the grid; empty for all.
         hidden_states: a tensor with the batch, from the same arguments.
         timestep: the argument that tells the training timestep; None if a call does not tell it.
@@ -42,16 +53,15 @@ class Family:
 
     models: tuple[str, ...]
     read: Callable[[Arguments, Arguments], Grid]
-    num_beside: Callable[[Arguments, int], dict[str, int]]
-    beside_first: bool = False
+    beside: Beside
     parts: tuple[str, ...] = ()
     hidden_states: Callable[[Arguments], Tensor] = lambda arguments: arguments["hidden_states"]
     timestep: TimestepArgument | None = TIMESTEP
 
 
-def family_of(model: type) -> Family | None:
-    """The family of a transformer class or of its nearest known base; None if unknown."""
-    names = [base.__name__ for base in model.__mro__]
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a transformer's class or of its nearest known base; None if unknown."""
+    names = [base.__name__ for base in type(model).__mro__]
     return next((_FAMILY_OF[name] for name in names if name in _FAMILY_OF), None)
 
 
@@ -160,22 +170,23 @@ def _grid_of_ids(ids: Tensor, num_tokens: int) -> Grid:
     return (height, width) if indices == list(range(height * width)) else NO_GRID
 
 
-def _beside(*names: str, more: int = 0) -> Callable[[Arguments, int], dict[str, int]]:
-    """Count the tokens (B, T, channels) of these arguments, plus `more` of the model's own."""
+def _beside(*names: str, more: int = 0, first: bool = False) -> Beside:
+    """The tokens (B, T, channels) of these arguments, and `more` of the model's own."""
 
     def count(arguments: Arguments, num_tokens: int) -> dict[str, int]:
         given = [x for name in names if (x := arguments.get(name)) is not None]
         return {"": more + sum(int(tokens.shape[1]) for tokens in given)}
 
-    return count
+    return Beside(count, first)
 
 
-TEXT = _beside("encoder_hidden_states")
 NONE = _beside()
+TEXT = _beside("encoder_hidden_states")
+TEXT_FIRST = _beside("encoder_hidden_states", first=True)
 
 
 def _sd3_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
-    return {".attn2": 0, **TEXT(arguments, num_tokens)}  # attends within the image only
+    return {".attn2": 0, **TEXT.number(arguments, num_tokens)}  # attends within the image only
 
 
 def _rest(arguments: Arguments, num_tokens: int) -> dict[str, int]:
@@ -189,7 +200,8 @@ def _target_image(config: Arguments, arguments: Arguments) -> Grid:
 
 def _text_in_joint_layers(arguments: Arguments, num_tokens: int) -> dict[str, int]:
     """Flux3: in the first layers, image and text each attend to themselves."""
-    return {"mode_blocks.image": 0, "single_transformer_blocks": TEXT(arguments, num_tokens)[""]}
+    text = TEXT.number(arguments, num_tokens)[""]
+    return {"mode_blocks.image": 0, "single_transformer_blocks": text}
 
 
 def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
@@ -199,6 +211,7 @@ def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
     return {"noise_refiner": padding, "layers": padding + longest + -longest % Z_IMAGE_MULTIPLE}
 
 
+OTHERS, OTHERS_FIRST = Beside(_rest), Beside(_rest, first=True)
 _FRACTION = TimestepArgument(scale=NUM_TRAIN_TIMESTEPS)
 _REMAINDER = TimestepArgument(scale=-NUM_TRAIN_TIMESTEPS, offset=NUM_TRAIN_TIMESTEPS)
 
@@ -210,36 +223,28 @@ FAMILIES = (
             "OvisImageTransformer2DModel",
         ),
         _position_ids,
-        TEXT,
-        beside_first=True,
+        TEXT_FIRST,
         timestep=_FRACTION,
     ),
-    Family(
-        ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
-        _position_ids,
-        TEXT,
-        beside_first=True,
-    ),
+    Family(("BriaTransformer2DModel", "BriaFiboTransformer2DModel"), _position_ids, TEXT_FIRST),
     Family(
         ("Flux3Transformer2DModel",),
         _position_ids_without_references,
-        _text_in_joint_layers,
-        beside_first=True,
+        Beside(_text_in_joint_layers, first=True),
         parts=("mode_blocks.image", "single_transformer_blocks"),
         timestep=_FRACTION,
     ),
     Family(
         ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
         _shapes,
-        TEXT,
-        beside_first=True,
+        TEXT_FIRST,
         timestep=_FRACTION,
     ),
     Family(("NucleusMoEImageTransformer2DModel",), _shapes, TEXT, timestep=_FRACTION),
     Family(
         ("ZImageTransformer2DModel",),
         _list_of_latents,
-        _padding_and_text,
+        Beside(_padding_and_text),
         parts=("noise_refiner", "layers"),
         hidden_states=_first_latents,
         timestep=_REMAINDER._replace(name="t"),
@@ -281,77 +286,57 @@ FAMILIES = (
     Family(
         ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
         partial(latent_grid, axes=(1, 3, 4)),
-        TEXT,
-        beside_first=True,
+        TEXT_FIRST,
     ),
     Family(
-        ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"),
-        latent_grid,
-        TEXT,
-        beside_first=True,
+        ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"), latent_grid, TEXT_FIRST
     ),
     Family(
         ("GlmImageTransformer2DModel",),
         latent_grid,
-        TEXT,
-        beside_first=True,
+        TEXT_FIRST,
         timestep=TimestepArgument(offset=1.0),
     ),
-    Family(("PRXTransformer2DModel",), latent_grid, TEXT, beside_first=True, timestep=_FRACTION),
+    Family(("PRXTransformer2DModel",), latent_grid, TEXT_FIRST, timestep=_FRACTION),
     Family(
         ("AuraFlowTransformer2DModel",),
         latent_grid,
-        _beside("encoder_hidden_states", more=8),  # register tokens
-        beside_first=True,
+        _beside("encoder_hidden_states", more=8, first=True),  # register tokens
         timestep=_FRACTION,
     ),
     Family(
         ("EasyAnimateTransformer3DModel",),
         latent_grid,
-        _beside("encoder_hidden_states", "encoder_hidden_states_t5"),
-        beside_first=True,
+        _beside("encoder_hidden_states", "encoder_hidden_states_t5", first=True),
     ),
     Family(
         ("Krea2Transformer2DModel",),
         partial(_position_ids, name="position_ids"),
-        TEXT,
-        beside_first=True,
+        TEXT_FIRST,
         parts=("transformer_blocks",),
         timestep=_FRACTION,
     ),
     Family(
-        ("Ideogram4Transformer2DModel",),
-        _marked_position_ids,
-        _rest,
-        beside_first=True,
-        timestep=_REMAINDER,
+        ("Ideogram4Transformer2DModel",), _marked_position_ids, OTHERS_FIRST, timestep=_REMAINDER
     ),
     Family(
         ("MiniMaxH3Transformer3DModel",),
         _packed_video,
-        _rest,
-        beside_first=True,
+        OTHERS_FIRST,
         parts=("transformer_blocks",),
         timestep=None,  # one per reference
     ),
-    Family(
-        ("QwenImage21Transformer2DModel",),
-        _target_image,
-        _rest,
-        beside_first=True,
-        timestep=_FRACTION,
-    ),
+    Family(("QwenImage21Transformer2DModel",), _target_image, OTHERS_FIRST, timestep=_FRACTION),
     Family(
         ("Lumina2Transformer2DModel",),
         latent_grid,
-        _rest,
-        beside_first=True,
+        OTHERS_FIRST,
         parts=("noise_refiner", "layers"),
         timestep=_REMAINDER,
     ),
-    Family(("HeliosTransformer3DModel",), latent_grid, _rest, beside_first=True, parts=("blocks",)),
+    Family(("HeliosTransformer3DModel",), latent_grid, OTHERS_FIRST, parts=("blocks",)),
     # Latents before text
-    Family(("SD3Transformer2DModel", "SD3ControlNetModel"), latent_grid, _sd3_text),
+    Family(("SD3Transformer2DModel", "SD3ControlNetModel"), latent_grid, Beside(_sd3_text)),
     Family(
         (
             *("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"),
@@ -365,9 +350,9 @@ FAMILIES = (
     Family(
         ("HiDreamImageTransformer2DModel",),
         latent_grid,
-        _rest,
+        OTHERS,
         timestep=TimestepArgument("timesteps"),
     ),
-    Family(("MochiTransformer3DModel",), latent_grid, _rest, timestep=None),  # it may rise
+    Family(("MochiTransformer3DModel",), latent_grid, OTHERS, timestep=None),  # it may rise
 )
 _FAMILY_OF = {name: family for family in FAMILIES for name in family.models}

@@ -24,11 +24,7 @@ DENOISERS = {
 
 
 def find_model(module: nn.Module) -> Hosted | None:
-    """The model in a module, wrapped or not, with its adapter; None if there is none.
-
-    Raises:
-        TypeError: `module` holds several UNets.
-    """
+    """The model in a module, wrapped or not, with its adapter; None if there is none."""
     for host in HOSTS:
         model = host.find(module)
         if model is not None:
@@ -37,11 +33,7 @@ def find_model(module: nn.Module) -> Hosted | None:
 
 
 def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
-    """The models of a pipeline that AVQ is applied to, or `pipe` itself.
-
-    Raises:
-        TypeError: AVQ knows none of them.
-    """
+    """The models of a pipeline that AVQ is applied to, or `pipe` itself."""
     found: list[tuple[str, Any]] = [("", pipe)]
     if not isinstance(pipe, nn.Module):
         found = [(prefix, getattr(pipe, name, None)) for name, prefix in DENOISERS.items()]
@@ -71,11 +63,7 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
 
 
 def all_models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
-    """`models_of`, plus a pipeline's ControlNets.
-
-    Raises:
-        TypeError: there is no model that AVQ knows.
-    """
+    """`models_of`, plus a pipeline's ControlNets."""
     models = models_of(pipe)
     controlnet = None if isinstance(pipe, nn.Module) else getattr(pipe, "controlnet", None)
     if isinstance(controlnet, nn.Module):
@@ -95,11 +83,7 @@ def name_of(pipe: DiffusionPipeline | nn.Module) -> str | None:
 
 
 def unet_of(pipe: DiffusionPipeline | nn.Module) -> Hosted:
-    """The UNet of a pipeline or in a module, wrapped or not.
-
-    Raises:
-        TypeError: `pipe` has no UNet, or several.
-    """
+    """The UNet of a pipeline or in a module, wrapped or not."""
     module = pipe if isinstance(pipe, nn.Module) else getattr(pipe, "unet", None)
     model = None if module is None else UNET.find(module)
     if module is None or model is None:
@@ -112,11 +96,7 @@ def unet_of(pipe: DiffusionPipeline | nn.Module) -> Hosted:
 
 
 def has_unet(pipe: DiffusionPipeline | nn.Module) -> bool:
-    """Whether AVQ is applied to a UNet of `pipe`.
-
-    Raises:
-        TypeError: `pipe` has no model that AVQ knows.
-    """
+    """Whether AVQ is applied to a UNet of `pipe`."""
     return models_of(pipe)[0].host is UNET
 
 

@@ -318,12 +318,7 @@ UNET = UNetHost()
 
 
 def prepare(model: nn.Module) -> None:
-    """Apply the AVQ of processors that `set_attn_processor` has set on a UNet and not yet prepared.
-
-    Raises:
-        TypeError: the model has no layers that `AVQProcessor` serves.
-        ValueError: the layers carry several processors, or what `apply_avq` raises.
-    """
+    """Apply the AVQ of processors that `set_attn_processor` has set on a UNet, unless prepared."""
     with CHANGES:
         ours = _attentions_of(model)
         found = {attn.processor for attn in ours if _is_unprepared(attn)}
@@ -412,11 +407,7 @@ _stop_waiting()
 
 
 def level_of(unet: Any, name: str) -> int:
-    """The level of the layer at this path, 0 being the highest resolution.
-
-    Raises:
-        TypeError: the layer is outside the blocks that have levels.
-    """
+    """The level of the layer at this path, 0 being the highest resolution."""
     part, index = name.split(".")[:2]
     if part == "down_blocks":
         return int(index)

@@ -161,15 +161,12 @@ class _VisionWatch(Watch):
 
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The grid is known as soon as the patches are."""
-        for layer in self.layers:
-            state = layer.avq_state
-            if state is not None:
-                state.enter_without_grid("no grid")
+        for state in self.states:
+            state.enter_without_grid("no grid")
 
     def see_grid(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
         """The hook after the patch projection."""
-        states = [layer.avq_state for layer in self.layers]
-        if any(state is not None and state.call.get() is not None for state in states):
+        if any(state.call.get() is not None for state in self.states):
             beside = {"": self.num_sinks}
             self.enter(projection, Tokens(patches, patches.dtype, patches.shape[-2:], beside, True))
 

@@ -35,12 +35,12 @@ def errors(attend, expected, dtype: torch.dtype) -> list[float]:
 
 
 # With all or no parents refined, rounding cannot change a choice.
-@pytest.mark.parametrize("num_refined", [0, 16])
+@pytest.mark.parametrize("refined", [0, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_agrees_with_the_definition(dtype, num_refined):
+def test_agrees_with_the_definition(dtype, refined):
     def attend(backend):
         order = avq.query_order(16, 24, device=DEVICE)
-        options = {"query_order": order, "num_refined": num_refined, "backend": backend, **SIZES}
+        options = {"query_order": order, "num_refined": refined, "backend": backend, **SIZES}
         return lambda *inputs: avq.avq_attention(*inputs, **options)
 
     found = errors(attend("auto"), attend("reference"), dtype)
