@@ -350,20 +350,32 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def importance(tile_query: Tensor, parents: Tensor, counts: Tensor) -> Tensor:
+def importance(
+    tile_query: Tensor, parents: Tensor, counts: Tensor, importance_tile: int | None = None
+) -> Tensor:
     """Attention mass that each parent receives from the queries of one tile (Eq. importance).
+
+    With `importance_tile`, which no backend uses, the softmax denominator covers the parents up to
+    the end of the codeword tile, extrapolated from the keys seen so far to all keys (appendix
+    "Computing Importance with Tiled Codewords").
 
     Args:
         tile_query: (B, H, I, D), the queries of one tile, times the scale.
         parents: (H, M0, D) or (B, H, M0, D).
         counts: (B, H, M0), keys per parent.
+        importance_tile: parents per codeword tile; None is one tile.
 
     Returns:
-        (B, H, M0); the sum over parents is I.
+        (B, H, M0); with one codeword tile, the sum over parents is I.
     """
-    logits = tile_query.to(parents.dtype) @ parents.mT
-    masses = (logits + counts.log()[:, :, None]).softmax(dim=-1)
-    return masses.sum(dim=-2)
+    log_mass = tile_query.to(parents.dtype) @ parents.mT + counts.log()[:, :, None]
+    importance = torch.zeros_like(counts)
+    for tile in torch.arange(parents.shape[-2]).split(importance_tile or parents.shape[-2]):
+        stop = int(tile[-1]) + 1
+        extrapolation = counts.sum(dim=-1) / counts[..., :stop].sum(dim=-1)
+        log_denominator = log_mass[..., :stop].logsumexp(-1) + extrapolation.log()[..., None]
+        importance[..., tile] = (log_mass[..., tile] - log_denominator[..., None]).exp().sum(dim=-2)
+    return importance.where(counts > 0, 0)
 
 
 def spread(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:

@@ -430,6 +430,24 @@ def test_exact_importance_sums_to_the_number_of_queries():
         assert (importance[..., 1] == 0).all()
 
 
+@pytest.mark.parametrize("importance_tile", [1, 2, 4, 6, 10])
+def test_tiled_importance_extrapolates_the_denominator(importance_tile):
+    query, _, _, codebook = make_case(batch=1, heads=1, queries=5)
+    query = 0.3 * query
+    # The first tiles may hold no key at all.
+    counts = torch.tensor([0.0, 0, 1, 4, 0, 5]).double()
+    mass = (query[0, 0] @ codebook.parents[0].T).exp() * counts
+    expected = torch.zeros(6, dtype=FP64)
+    for j in range(6):
+        stop = min((j // importance_tile + 1) * importance_tile, 6)
+        seen = counts[:stop].sum()
+        if seen > 0:
+            denominator = mass[:, :stop].sum(dim=1) * counts.sum() / seen
+            expected[j] = (mass[:, j] / denominator).sum()
+    importance = reference.importance(query, codebook.parents, counts[None, None], importance_tile)
+    torch.testing.assert_close(importance[0, 0], expected)
+
+
 @pytest.mark.parametrize("form", [OWN, MEANS])
 @pytest.mark.parametrize("num_updates", [0, 1])
 def test_gradients_through_means_are_those_of_finite_differences(num_updates, form):
