@@ -7,8 +7,10 @@ from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
     MotionAdapter,
+    StableDiffusionAdapterPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
+    T2IAdapter,
     UNet2DConditionModel,
 )
 from peft import LoraConfig
@@ -25,6 +27,12 @@ LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init
 CONFIG = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1), codewords="stored")
 
 
+SD15_BLOCKS = {
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+}
+
+
 def tiny_tokenizer() -> CLIPTokenizer:
     """Byte-level vocabulary without merges: every letter is a token."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -38,9 +46,8 @@ def tiny_tokenizer() -> CLIPTokenizer:
 
 
 def tiny_unet(**overrides) -> UNet2DConditionModel:
-    """SD1.5's levels with head dims 8, 16 and 32; one layer in a block down, two in a block up.
-
-    That is 10 self- and 10 cross-attentions; with `layers_per_block=2`, as in SD1.5, 16.
+    """Four levels as SD1.5; self-attention at levels 0 and 1 with head dims 8 and 16, and in the
+    middle, at level 3, with 32; one layer in a block down, two in a block up: 7 in all.
     """
     torch.manual_seed(0)
     arguments = {
@@ -50,8 +57,8 @@ def tiny_unet(**overrides) -> UNet2DConditionModel:
         "cross_attention_dim": 32,
         "attention_head_dim": 2,
         "norm_num_groups": 8,
-        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        "down_block_types": ("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",) * 2,
+        "up_block_types": ("UpBlock2D",) * 2 + ("CrossAttnUpBlock2D",) * 2,
     }
     unet = UNet2DConditionModel(**arguments | overrides).eval()
     # Untrained keys and queries make attention an average; these make it choose.
@@ -63,21 +70,22 @@ def tiny_unet(**overrides) -> UNet2DConditionModel:
 
 
 def two_level_unet(**overrides) -> UNet2DConditionModel:
-    """Levels 0 and 1, each with self-attention; one layer in a block down, two in a block up."""
+    """Levels 0 and 1: a layer with self-attention down at both, and two up at level 0."""
     return tiny_unet(
         block_out_channels=(16, 32),
         down_block_types=("CrossAttnDownBlock2D",) * 2,
-        up_block_types=("CrossAttnUpBlock2D",) * 2,
+        mid_block_type=None,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         **overrides,
     )
 
 
 def three_level_unet(**overrides) -> UNet2DConditionModel:
-    """Self-attention at levels 0 and 1 as in `tiny_unet`, and at level 2 in the middle only."""
+    """`two_level_unet`, and a level 2 with self-attention in the middle only."""
     return tiny_unet(
         block_out_channels=(16, 32, 32),
         down_block_types=("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
-        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2 + ("CrossAttnUpBlock2D",),
         **overrides,
     )
 
@@ -212,6 +220,14 @@ def let_answer_calls_only(unet):
 def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipeline, **components):
     """A pipeline of class `cls` around a tiny UNet."""
     return quiet(cls(**tiny_components(unet), **components, requires_safety_checker=False))
+
+
+def adapter_pipe(**unet):
+    """With a T2I-Adapter, which needs cross-attention at all levels but the last."""
+    torch.manual_seed(4)
+    adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
+    unet = tiny_unet(**SD15_BLOCKS, **unet)
+    return tiny_pipe(unet, StableDiffusionAdapterPipeline, adapter=adapter.eval())
 
 
 def two_level_pipe():

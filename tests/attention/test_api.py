@@ -241,11 +241,9 @@ NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, T
 @pytest.mark.parametrize(
     ("options", "needs_grad"),
     [
-        ({}, NO_GRAD),
         ({"query_order": None, "num_refined": 0}, ALL_GRAD),
         (OWN | {"num_updates": 1}, SOME_GRAD),
-        (RESOLVED, ALL_GRAD),
-        (SINKS, SOME_GRAD),
+        (RESOLVED, NO_GRAD),
     ],
     ids=lambda x: str(list(x)),
 )
@@ -263,7 +261,6 @@ def test_opcheck(options, needs_grad):
     [
         ({}, (True, True, True)),
         (OWN, (True, False, True)),
-        (SINKS, (False, True, False)),
         (RESOLVED, (True, True, True)),
     ],
     ids=lambda x: str(list(x)),

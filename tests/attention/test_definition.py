@@ -659,7 +659,7 @@ class TestThreshold:
     @pytest.mark.parametrize("threshold", [math.inf, 0.02])
     def test_gradients_take_the_choice_as_constant(self, threshold):
         """Catches a matrix, spreads or a guard without gradients."""
-        sizes = {"queries": 12, "head_dim": 3, "parents": 3, "children": 2}
+        sizes = {"queries": 10, "head_dim": 2, "parents": 3, "children": 2}
         tokens = [x.detach().requires_grad_() for x in make_case(batch=1, heads=1, **sizes)[:3]]
         options = {"num_parents": 3, "num_children": 2, "query_tile": 8, "backend": "reference"}
         run = partial(avq_attention, threshold=threshold, **options)

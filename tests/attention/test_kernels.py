@@ -131,7 +131,7 @@ RESOLUTIONS = [*({"num_refined": x} for x in (0, 3, 20)), {"threshold": 0.01}]
 # Of 20 parents, 16 rows of a block need two blocks; a block of 64 rows is partly empty.
 @pytest.mark.parametrize(
     ("columns", "resolution"),
-    [*((16, x) for x in RESOLUTIONS), (64, RESOLUTIONS[1]), (64, RESOLUTIONS[3])],
+    list(zip((64, 64, 16, 16), RESOLUTIONS, strict=True)),
     ids=str,
 )
 def test_any_blocks_choose_and_attend_to_the_same(columns, resolution, use):

@@ -99,7 +99,7 @@ def test_cost_and_memory_of_gradients_are_linear(monkeypatch):
     """Catches a quadratic way, gradients that nobody needs, and moments of all tiles at once, or of
     the whole batch."""
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 10)
-    assert flops(queries=256) - flops(queries=128) == 2 * (flops(queries=128) - flops(queries=64))
+    assert flops(queries=128) - flops(queries=64) == 2 * (flops(queries=64) - flops(queries=32))
     assert flops((True, False, True), queries=64) < 0.5 * flops(queries=64)
     assert flops((True, True, False), queries=64) < flops(queries=64)
     tokens_elements, table_elements = 2 * 2 * 256 * 8, 2 * 6 * 5 * 9 * 9

@@ -24,7 +24,7 @@ from avq_diffusers.images import difference
 
 PROMPT = "a red fox"
 SIDE = 128
-SIZES = AVQConfig.parse("M4C2T1e-4", query_tile=16)
+SIZES = AVQConfig.parse("M16C4T1e-4", query_tile=16)
 COARSE = "0.001"
 FIELDS = {"prompt": PROMPT, "width": SIDE, "height": SIDE, "seed": 0, "steps": 1}
 NO_TOLERANCE = "none"
@@ -132,8 +132,8 @@ def test_the_images_are_those_of_generate(visit, reference):
     assert not np.array_equal(exact, avq)
     expected = difference(Image.fromarray(exact), Image.fromarray(avq))
     assert np.array_equal(differing, np.asarray(expected))
-    for cell in ("AVQ (torch backend)", "M4C2T1e-4"):
-        assert str(rows).count(cell) == 7
+    for cell in ("AVQ (torch backend)", "M16C4T1e-4"):
+        assert str(rows).count(cell) == 4
 
 
 def test_every_field_reaches_the_image(visit):
@@ -154,7 +154,7 @@ def test_the_dial_generates_the_avq_image_only(visit, calls, reference):
     (_, avq), _, rows = visitor.turn(COARSE)
     visitor.client.predict(api_name="/generate_exact", **FIELDS)
     assert len(runs) == 3
-    assert "M4C2T0.001" in str(rows)
+    assert "M16C4T0.001" in str(rows)
     assert np.array_equal(avq, generate(set_threshold(reference, 1e-3)))
     assert not np.array_equal(default, avq)
 

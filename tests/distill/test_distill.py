@@ -216,7 +216,7 @@ def test_what_a_run_leaves(finished, model):
     assert [(line["step"], line["samples"]) for line in lines] == [(1, 4), (2, 8), (3, 12), (4, 16)]
     optimizer = final(finished)["optimizer"]
     counted = [value.item() for key, value in optimizer.items() if key.startswith("step/")]
-    assert counted == [4] * 30  # six layers of five parameters
+    assert counted == [4] * 20  # four layers of five parameters
     assert [round(line["decay"], 4) for line in lines] == [0.9, 0.945, 0.99, 0.99]
     # Linear warm-up of one step, then a cosine over three.
     rates = [line["learning_rate"] for line in lines]
@@ -227,7 +227,7 @@ def test_what_a_run_leaves(finished, model):
     assert (training["steps"], training["samples"], training["seed"]) == (4, 16, 0)
     assert (training["config"], training["losses"]["feature"]) == ("mini_m64p16c8", last["feature"])
     assert training["versions"]["torch"] == version("torch")
-    assert len(training["layers"]) == len(set(last["quantization_error"].values())) == 6
+    assert len(training["layers"]) == len(set(last["quantization_error"].values())) == 4
     for layer, figures in training["layers"].items():
         assert figures == {name: last[name][layer] for name in FIGURES}
         assert all(value >= 0 for value in figures.values())
@@ -507,7 +507,7 @@ def assert_close(one, two):
     """Compare what sums make; Adam makes steps of any size of the rounding of a tiny gradient."""
     one, two = ({**states["objective"], **states["optimizer"]} for states in (one, two))
     names = [key for key in two if "exp_avg/" in key or "ema_" in key or "codewords" in key]
-    assert len(names) >= 30
+    assert len(names) >= 20
     for name in names:
         assert (one[name] - two[name]).norm() <= 1e-3 * two[name].norm(), name
 
@@ -561,7 +561,7 @@ def test_codebooks_and_losses_start_from_the_base_model(model, tmp_path):
         states.append(prepared.state_dict())
     one, two = states
     names = [name for name in one if "codewords" in name or "ema_" in name]
-    assert len(names) == 24
+    assert len(names) == 16
     for name in names:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
     counts = prepared.quantizers[prepared.names[0]].ema_counts[:, :, 0].sum(1)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from eval_helpers import FAST, run_command
 from safetensors.torch import load_file
-from tiny import three_level_pipe
+from tiny import three_level_pipe, tiny_pipe
 from tiny_transformers import save_tiny_mini_sd3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Dinov2Config, Dinov2Model
@@ -162,7 +162,7 @@ def test_columns_are_those_that_tiles_attend_to():
 def test_layers_are_replaced_by_their_tokens_and_together():
     """Catches features that are off because of layers with other numbers of tokens, steps that are
     not measured, and rows of all layers that lack some."""
-    pipe, names = three_level_pipe(), ["M8/own", "value-projection"]
+    pipe, names = tiny_pipe(), ["M8/own", "value-projection"]
     one = subject_of(pipe, 64, 1, ["a red fox", "a blue fox"])
     assert len(one.tests) == 3
     rows = measure(one, names, min_tokens=16)

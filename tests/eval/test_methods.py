@@ -160,8 +160,8 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
     mixed = AVQConfig.parse("M4P2C2", levels=(0, 1), overrides={"1": {"num_parents": 8}})
     facts = Method("x", (0, 1), random_codebooks(three_level_unet(), mixed)).facts()
-    # Five layers of 4 + 2 x 2 codewords, and five of 8 + 2 x 2.
-    assert (facts["effective_codewords"], facts["config"]) == (10, "M4P2C2, M8P2C2")
+    # Three layers of 4 + 2 x 2 codewords, and one of 8 + 2 x 2.
+    assert (facts["effective_codewords"], facts["config"]) == (9, "M4P2C2, M8P2C2")
     unusual = {"query_tile": 16, "query_order": "random", "key_norm": True}
     codebooks = random_codebooks(three_level_unet(), AVQConfig.parse("M4P2C2", **unusual))
     assert Method("x", (0,), codebooks).unusual_fields == unusual

@@ -19,7 +19,7 @@ from eval.quality import tolerance
 from eval.quality.repeats import recorded_calls, repeated_errors
 
 SIZES = {"num_parents": 4, "num_children": 2}
-COARSE, FINE = "M4C2T0.1", "M4C2T0.01"
+COARSE, FINE = "M4C2T10", "M4C2T0.1"
 ANY_SIZE = {"interpolate_pos_encoding": True}
 
 
@@ -31,7 +31,7 @@ def short_probes(monkeypatch):
 
     monkeypatch.setattr(tolerance, "measure_error", measured)
     monkeypatch.setattr(exact_runs, "MOST_REPEATED", 24)
-    monkeypatch.setattr(tolerance, "UNIFORM", (0.1, 0.01))
+    monkeypatch.setattr(tolerance, "UNIFORM", (10, 0.1))
     monkeypatch.setattr(tolerance, "PROBED_STEPS", 2)
 
 

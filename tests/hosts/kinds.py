@@ -17,7 +17,7 @@ import torch
 from checks import contents
 from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
 from hosts import zoo
-from tiny import tiny_unet, traced_unet, two_level_unet
+from tiny import three_level_unet, tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
 from torch import Tensor, nn
 
@@ -155,7 +155,7 @@ ADDED = {
 
 
 def controlnet() -> ControlNetModel:
-    net = ControlNetModel.from_unet(two_level_unet(), conditioning_channels=3).eval()
+    net = ControlNetModel.from_unet(three_level_unet(), conditioning_channels=3).eval()
     for name, parameter in net.named_parameters():  # zero, so that training starts gently
         if name.startswith("controlnet_") and name.endswith("weight"):
             nn.init.normal_(parameter, std=0.1)
@@ -393,7 +393,6 @@ KINDS = (
         "SD3.5",
         tiny_transformers.sd3_transformer,
         beside=None,
-        small=partial(tiny_transformers.sd3_transformer, num_layers=1),
         feature="SD3",
     ),
     flux_kind(

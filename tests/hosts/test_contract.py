@@ -672,7 +672,7 @@ def test_a_foreign_checkpoint_is_refused(kind, model):
 
 
 @for_kinds(
-    named("SD3.5", "Flux", "dinov2 with registers"),
+    named("Flux", "dinov2 with registers"),
     features={"Flux": "torch.compile of transformers (one graph)"},
 )
 def test_compiled(kind):

@@ -14,6 +14,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from tiny import (
     CONFIG,
     LAYER,
+    adapter_pipe,
     draw,
     motion_adapter,
     quiet,
@@ -86,12 +87,6 @@ def refiner():
         text_encoder_2=sdxl_text_encoder(CLIPTextModelWithProjection, 32),
         requires_aesthetics_score=True,
     )
-
-
-def adapter_pipe():
-    torch.manual_seed(4)
-    adapter = diffusers.T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
-    return tiny_pipe(cls=diffusers.StableDiffusionAdapterPipeline, adapter=adapter.eval())
 
 
 def of(cls, **unet):
@@ -327,7 +322,7 @@ def test_summary(pipe, codebooks):
     header."""
     apply_avq(pipe, codebooks)
     rows = {row.name: row for row in summary(pipe).rows}
-    assert len(rows) == 10
+    assert len(rows) == 7
     assert (rows[LAYER].num_tokens, rows[LAYER].calls) == (None, {})
     draw(pipe, width=192)
     with avq_disabled(pipe):
@@ -341,7 +336,7 @@ def test_summary(pipe, codebooks):
     other = rows["mid_block.attentions.0.transformer_blocks.0.attn1"]
     assert (other.level, other.config, other.runs) == (3, "", "exact: level 3 not chosen")
     header, first, *rest = str(report).splitlines()
-    assert len(rest) == 9
+    assert len(rest) == 6
     names = ["layer", "level", "heads", "config", "runs", "columns", "tokens", "calls"]
     assert header.split() == names
     calls = "AVQ: 2, disabled: 1"

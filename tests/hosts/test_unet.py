@@ -42,7 +42,6 @@ from avq_diffusers.hosts.models import unet as host
 
 feature = pytest.mark.feature
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
-CROSS = LAYER[:-1] + "2"
 parse = AVQConfig.parse
 PLAIN_SIZES = {
     "block_out_channels": (16, 32),
