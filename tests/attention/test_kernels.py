@@ -453,7 +453,8 @@ def test_it_is_a_well_behaved_operation(form):
 def test_further_calls_repeat_the_launches_of_the_first(is_eager, monkeypatch):
     """Catches eager calls or compiled code that plan each call anew, or repeat another call's."""
     tokens = on_device(queries=300, dtype=FP16)[:3]
-    tensors, spec = call_of(*tokens, None, num_parents=8, num_refined=None, threshold=1e-3)
+    options = {"num_parents": 8, "num_children": 4, "codewords": "means"}
+    tensors, spec = call_of(*tokens, None, num_refined=None, threshold=1e-3, **options)
     arguments = arguments_of(tensors, spec)
 
     def run(scale: float) -> Tensor:
