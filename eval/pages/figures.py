@@ -9,20 +9,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from avq_diffusers import AVQConfig
 from avq_diffusers.attention.limits import VERIFIED
 from eval.keys.measuring import dial_panels
-from eval.methods.avq import config_label
 from eval.methods.folder import LINFUSION_CONFIG
 from eval.methods.registry import (
     AVQ,
     EXACT,
     LIMIT,
-    LINFUSION,
     NO_ATTENTION,
     TOME,
     method_label,
-    timed_method,
 )
 from eval.quality.scene_rows import LESS_EXACT, row_key
 from eval.quality.tolerance import SLACK, tolerance_panels
@@ -33,15 +29,10 @@ from eval.store.report import complete, read_result
 Row = dict[str, Any]
 FINE, DEFAULT, COARSE = "M64C8T2.5e-5", "M64C8T1e-4", "M64C8T4e-4"
 PAPER, FLAT = "M64P16C8/own", "M192/own"
-MINI = "avq_diffusers/mini"
 # What the quality page shows, in this order.
-COMPARED = [DEFAULT, PAPER, "M64P16C8/own1", f"{MINI}/distilled"]
-COMPARED += [FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
+COMPARED = [DEFAULT, PAPER, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 STEPS = "speed/bench_steps_cuda.json"
 PARALLEL = "speed/bench_parallel_cuda_x2.json"
-QUALITY = "peers_levels0", "peers_levels01", "own_levels01"
-TIMED = "sd15", 1024, "compiled"  # of the steps on the quality page
-ALL_LEVELS = 0, 1, 2  # of mini-sd, whose layers LinFusion replaces
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OWN_SCHEME = ", own"
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
@@ -179,10 +170,7 @@ def _memory(row: Row, exact: Row) -> float | None:
 
 def quality(folder: Path) -> Figures:
     """Images of mini-sd and mini-sd3 against exact attention's."""
-    newest = max(files_of(folder, "scenes_mini_sd3*.json"), key=lambda x: File(x, ["method"]).date)
-    paths = [*(folder / f"quality/quality_{name}.json" for name in QUALITY), newest]
-    steps = [path for path in [folder / STEPS] if path.is_file()]
-    times = step_times(*steps) if steps else {}
+    paths = files_of(folder, "quality_*.json")
     found = Rows(paths[0])
     for path in paths:
         document = read_result(path)
@@ -192,12 +180,10 @@ def quality(folder: Path) -> Figures:
             exact = measured[EXACT,]
             for (method, *at_levels), row in measured.items():
                 if method in COMPARED:
-                    is_unet = "sd3" not in model
-                    levels = ", ".join(map(str, at_levels)) if is_unet else "all"
+                    levels = "all" if "sd3" in model else ", ".join(map(str, at_levels))
                     facts = {"model": model, "levels": levels, "attention": label_of(row)}
-                    facts["ms"] = times.get(computation(row)) if is_unet else None
                     less = {column: row[x] - exact[x] for x, column in LESS_EXACT.items()}
-                    found.setdefault((model, levels, method), less | row | facts)
+                    found[model, levels, method] = less | row | facts
     rows = [found[key] for key in sorted(found, key=lambda x: (x[:2], COMPARED.index(x[2])))]
     columns = {
         "model": "model",
@@ -209,21 +195,18 @@ def quality(folder: Path) -> Figures:
         "CLIP score": figure(LESS_EXACT["clip_score"], "+.3f"),
         "copies": figure(LESS_EXACT["copy_agreement"], "+.4f"),
     }
-    if any(row["ms"] for row in rows):
-        columns["step of SD1.5 at 1024², compiled, ms"] = figure("ms", ".1f")
     mini = "mini-sd, 256²"
-    avq = found[mini, "0", PAPER]
+    avq = found[mini, "0, 1", DEFAULT]
+    named = {"avq": avq, "tome": found[mini, "0, 1", TOME]}
+    named |= {"avq0": found[mini, "0", DEFAULT], "tome0": found[mini, "0", TOME]}
     values = {
         "table": rows_table(columns, rows),
+        "images": avq["num_runs"] * avq["num_images"],
         "fid": columns["FID"](avq),
         "clip": columns["CLIP score"](avq),
         "copies": columns["copies"](avq),
+        **{name: f"{row['psnr_median']:.1f} dB" for name, row in named.items()},
     }
-    named = {"avq": avq, "tome": found[mini, "0", TOME]}
-    named |= {"avq01": found[mini, "0, 1", PAPER], "tome01": found[mini, "0, 1", TOME]}
-    for name, row in named.items():
-        time = f" at {row['ms']:.1f} ms per step" if row["ms"] else ""
-        values[name] = f"{row['psnr_median']:.1f} dB{time}"
     bars: dict[str, dict[str, float]] = {}
     for row in rows:
         names = {"all": "all layers", "0": "level 0"}
@@ -231,29 +214,7 @@ def quality(folder: Path) -> Figures:
         more = ", level 2 too" if row["levels"].endswith("2") else ""
         bars.setdefault(panel, {})[row["attention"] + more] = row["psnr_median"]
     draw = bars_plot("PSNR to exact attention's images, dB", bars)
-    return Figures(values, [*paths, *steps], "quality_psnr.png", draw)
-
-
-def step_times(path: Path) -> dict[Any, float]:
-    """Milliseconds of a step of SD1.5 at 1024², compiled, by `computation`."""
-    times = {}
-    for row in read_result(path)["rows"]:
-        if (row["model"], row["size"], row["run"]) == TIMED:
-            method = timed_method(str(AVQConfig()) if row["method"] == AVQ else row["method"])
-            label, levels = method.kind, method.levels or ()
-            if method.config is not None:
-                label, levels = config_label(method.config, own=method.own), method.config.levels
-            elif method.kind == LINFUSION:
-                label, levels = LINFUSION_CONFIG, ALL_LEVELS
-            times[label, levels] = row["ms"]
-    return times
-
-
-def computation(row: Row) -> tuple[str, tuple[int, ...]] | None:
-    """What a row of images computes: attention and levels; None with trained projections."""
-    config = row.get("config") or row["method"]
-    is_tuned = row.get("origin") == "distilled" and config != LINFUSION_CONFIG
-    return None if is_tuned else (config, row_key(row)[1])
+    return Figures(values, paths, "quality_psnr.png", draw)
 
 
 def tolerance(folder: Path) -> Figures:
@@ -347,27 +308,16 @@ def vision(folder: Path) -> Figures:
     """Vision transformers with AVQ in all layers, without training."""
     features = folder / "vision/vision_features_vit_cuda.json"
     file = File(features, ["method", "size"], "features_off")
-    tasks = {
-        title: File(folder / f"vision/vision_{task}_sizes.json", ["name"], "untrained")
-        for title, task in {"mean IoU, %": "seg", "top-1, %": "cls"}.items()
-    }
     sides = sorted({side for _, side in file.rows})
 
     def of_side(side: int, name: str, form: str) -> Column:
         return lambda row: number(file.rows[row["method"], side].get(name), form)
 
-    def score(task: File) -> Column:
-        return lambda row: number(task.rows.get(row["method"], {}).get("untrained"), ".1f")
-
-    def loss(task: File, method: str) -> str:
-        return f"{task.rows[EXACT]['untrained'] - task.rows[method]['untrained']:.1f}"
-
     columns: dict[str, Column] = {"attention": label_of}
     columns |= {f"ms, {side}²": of_side(side, "ms", ".2f") for side in sides}
     columns[f"columns, {sides[-1]}²"] = of_side(sides[-1], "columns", ".0f")
-    columns |= {f"features off, {side}²": of_side(side, "features_off", ".3f") for side in sides}
-    columns |= {title: score(task) for title, task in tasks.items()}
-    (first, *_, last), (miou, top1) = sides, tasks.values()
+    columns |= {f"feature error, {side}²": of_side(side, "features_off", ".3f") for side in sides}
+    first, *_, last = sides
     methods = [EXACT, FINE, DEFAULT, COARSE, PAPER, FLAT, NO_ATTENTION]
     methods = [method for method in methods if (method, first) in file.rows]
     values = {
@@ -380,8 +330,6 @@ def vision(folder: Path) -> Figures:
         "last_gain": of_side(last, "speedup", ".2f")({"method": DEFAULT}),
         "last_off": of_side(last, "features_off", ".3f")({"method": DEFAULT}),
         "last_off_paper": of_side(last, "features_off", ".3f")({"method": PAPER}),
-        "miou": loss(miou, PAPER),
-        "top1": loss(top1, PAPER),
     }
     panels = []
     for side in sides:
@@ -395,7 +343,7 @@ def vision(folder: Path) -> Figures:
         title, time = f"error of the features, {side}²", "ms of a forward pass; dashed: exact"
         panels.append(Panel(title, time, curves, **LOGS, reference_x=exact_ms))
     draw = partial(panel_plot, rows=[panels])
-    return Figures(values, [features, miou.path, top1.path], "vision.png", draw)
+    return Figures(values, [features], "vision.png", draw)
 
 
 def hardware(folder: Path) -> Figures:

@@ -11,7 +11,7 @@ import typer
 from eval_helpers import failed_command, run_command
 
 from eval.__main__ import app
-from eval.pages.figures import PAGES, computation, step_times
+from eval.pages.figures import PAGES
 from eval.pages.render import rendered
 from eval.store.report import read_result
 from eval.support import features
@@ -54,11 +54,8 @@ def steps(**changes):
 
 
 def test_new_results_make_new_pages(results, monkeypatch):
-    """Catches a figure that stands in the template, a row without a time that is shown, and times
-    on the quality page that are not those of the file."""
+    """Catches a figure that stands in the template, and a row without a time that is shown."""
     document = steps()
-    paper = {"method": "M64P16C8@L0/own", "ms": 321.0, "times_as_fast": 3.84}
-    document["rows"].append(document["rows"][0] | paper)
     (results / STEP).write_text(json.dumps(document))
     call = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "tokens": 4321}
     times = {"default SDPA": 30.0, "AVQ 64/16/8": 7.0, "AVQ 64/16/8, own codewords": 5.0}
@@ -75,7 +72,6 @@ def test_new_results_make_new_pages(results, monkeypatch):
         ["SD1.5", "1024²", "compiled", "1230", "100", "12.34", "13.71", "265", "9 of 10", "0.90"],
     ]
     assert "- SD1.5, compiled: 1.00 at 512², 12.34 at 1024²\n" in page
-    assert " dB at 321.0 ms per step, ToMe " in (results / "quality.md").read_text()
     hardware = (results / "hardware.md").read_text()
     assert "- a CPU: AVQ is faster from 4321 tokens on, 6 times as fast at 4321." in hardware
     dial = "keys/keys_vit_cuda_bfloat16_dial"
@@ -83,56 +79,13 @@ def test_new_results_make_new_pages(results, monkeypatch):
         assert (results / f"{name}.png").is_file()
 
 
-def test_times_are_those_of_the_same_computation(tmp_path):
-    """Fails for a join by name: of folders, levels, the default, projections, own codewords."""
-    document = steps()
-    timed = {"exact": 10, "M64P16C8": 6, "M64P16C8@L0": 7, "tome": 8, "tome@L01": 8.5}
-    timed |= {"linfusion": 9, "M64P16C8@L0/own1": 6.5, "avq": 6.75}
-    place = {"model": "sd15", "size": 1024, "run": "compiled"}
-    document["rows"] = [place | {"method": name, "ms": ms} for name, ms in timed.items()]
-    document["rows"].append(place | {"method": "M192@L0/own", "size": 512, "ms": 1})
-    path = tmp_path / "steps.json"
-    path.write_text(json.dumps(document))
-    times = step_times(path)
-    for method, config, origin, levels, ms in (
-        ("exact", None, None, [0], 10),
-        ("M64P16C8", "M64P16C8", "calibrated", [0], 7),
-        ("M64P16C8", "M64P16C8", "calibrated", [0, 1], 6),
-        ("runs/a", "M64P16C8", "distilled", [0], None),  # with other projections
-        ("tome", None, None, [0], 8),
-        ("tome", None, None, [0, 1], 8.5),
-        ("runs/b", "LinFusion", "distilled", [0, 1, 2], 9),
-        ("runs/c", "LinFusion", "distilled", [0, 1], None),  # not in every layer, as timed
-        ("M64P16C8/own1", "M64P16C8/own1", "own", [0], 6.5),
-        ("M64C8T1e-4", "M64C8T1e-4", "own", [0, 1], 6.75),
-        ("M192/own", "M192/own", "own", [0], None),
-    ):
-        row = {"method": method, "config": config, "origin": origin, "levels": levels}
-        assert times.get(computation(row)) == ms, row
-
-
-def test_without_results_a_page_says_nothing(results):
-    """Catches figures of an earlier version under the name of this one."""
-    (results / STEP).unlink(missing_ok=True)
-    page = rendered("speed", results, PAGES["speed"](results))
-    assert page == "# Speed\n\nNot measured yet in this version.\n"
-    assert "ms per step" not in rendered("quality", results, PAGES["quality"](results))
-
-
-def _without(field):
-    def change(document):
-        del document["rows"][-1][field]
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         (STEP, _without("ms"), "is not a complete result (KeyError: 'ms'); make it again."),
-        ("vision/vision_seg_sizes.json", None, "there is no file "),
+        ("vision/vision_features_vit_cuda.json", None, "there is no file "),
         (
-            "quality/quality_own_levels01.json",
+            "quality/quality_levels01.json",
             _without("fid"),
             "is not a complete result (KeyError: 'fid'",
         ),
