@@ -79,6 +79,20 @@ def test_new_results_make_new_pages(results, monkeypatch):
         assert (results / f"{name}.png").is_file()
 
 
+def test_without_results_a_page_says_nothing(results):
+    """Catches figures of an earlier version under the name of this one."""
+    (results / STEP).unlink()
+    page = rendered("speed", results, PAGES["speed"](results))
+    assert page == "# Speed\n\nNot measured yet in this version.\n"
+
+
+def _without(field):
+    def change(document):
+        del document["rows"][-1][field]
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
