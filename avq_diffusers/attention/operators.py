@@ -15,7 +15,6 @@ from avq_diffusers.attention import torch_backward, torch_forward
 from avq_diffusers.attention.autograd import make_differentiable
 from avq_diffusers.attention.flops import forward_flops
 from avq_diffusers.attention.guarded import guarded, kernels
-from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.schema import CALL, call_of, query_tile_of, shapes_of
 from avq_diffusers.attention.settled import Settled, settled_call
 from avq_diffusers.attention.tensors import Tensors, empty_shown, empty_tokens
@@ -38,20 +37,24 @@ def by_kernels(tensors: Tensors, spec: Spec, call: Settled) -> tuple[Tensor, Ten
         repeated = call.repeat(tensors)
         if repeated is not None:
             return repeated
-    num_faults = len(faults)
     found = guarded(
         tensors,
         spec,
         lambda *codewords: list(kernels().call.kernel_attention(tensors, *codewords, spec)),
         lambda part: [by_pytorch(part, spec)[0]],
     )
-    is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
-    is_new = call.repeat is None and len(faults) == num_faults
-    # A call in a CUDA graph may not have been checked.
-    is_kept = tensors.query.is_cuda and not torch.cuda.is_current_stream_capturing()
-    if is_whole and is_new and is_kept:
+    if found is None:
+        return by_pytorch(tensors, spec)
+    if call.repeat is None and _is_repeatable(tensors, spec):
         call.repeat = kernels().call.repetition(tensors, spec)
-    return by_pytorch(tensors, spec) if found is None else (found[0], found[1])
+    return found[0], found[1]
+
+
+def _is_repeatable(tensors: Tensors, spec: Spec) -> bool:
+    """Whether launches are all of a call, and have been checked, as in a CUDA graph they may not
+    be."""
+    is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
+    return is_whole and tensors.query.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 @torch.library.custom_op(

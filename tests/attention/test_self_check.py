@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from avq_diffusers import avq_attention
-from avq_diffusers.attention import limits, self_check, settled
+from avq_diffusers.attention import limits, operators, self_check, settled
+from avq_diffusers.attention.schema import arguments_of
 from avq_diffusers.attention.triton import call, launch, tuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,6 +121,20 @@ def test_wrong_kernels_change_no_output(monkeypatch, fault):
     with pytest.raises(ValueError, match="the kernels gave a wrong result on this GPU"):
         attention()
     assert not self_check.folder.exists()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
+def test_compiled_code_does_not_repeat_wrong_kernels(monkeypatch):
+    """Catches a second call whose fault is known already, taken for one without."""
+    expected = attention("torch")
+    spoil(monkeypatch, *WRONG_KERNELS["a number is NaN"])
+    monkeypatch.setattr(operators, "_is_repeatable", lambda *call: True)
+    arguments = arguments_of(*unchecked_call(*TOKENS, **OPTIONS))
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="a wrong result on this GPU"):
+            output, _ = torch.ops.avq_diffusers.kernel_attention.default(*arguments)
+        assert torch.equal(output, expected)
+        assert all(call.repeat is None for call in settled._settled.values())
 
 
 def gradients(backend: str) -> list[torch.Tensor]:
