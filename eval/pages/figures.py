@@ -12,14 +12,7 @@ from typing import Any
 from avq_diffusers.attention.limits import VERIFIED
 from eval.keys.measuring import dial_panels
 from eval.methods.folder import LINFUSION_CONFIG
-from eval.methods.registry import (
-    AVQ,
-    EXACT,
-    LIMIT,
-    NO_ATTENTION,
-    TOME,
-    method_label,
-)
+from eval.methods.registry import AVQ, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
 from eval.quality.scene_rows import LESS_EXACT, row_key
 from eval.quality.tolerance import SLACK, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
@@ -294,7 +287,7 @@ def keys(folder: Path) -> Figures:
         "tokens": exact["tokens"],
         "device": file.device,
         "faster": len(faster),
-        "faster_error": f"{min(faster):.2f}",
+        "faster_error": f"{min(faster, default=1):.2f}",
         "default_columns": columns["columns"](rows[DEFAULT]),
         "default_gain": f"{exact['ms'] / rows[DEFAULT]['ms']:.1f}",
         "coarse_gain": f"{exact['ms'] / rows[COARSE]['ms']:.1f}",
