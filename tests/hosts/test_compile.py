@@ -9,7 +9,14 @@ from hosts.kinds import KINDS
 from tiny import predict, small_unet, traced_unet, tuned_codebooks
 from torch._dynamo.testing import CompileCounter
 
-from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq, select_layers
+from avq_diffusers import (
+    AVQConfig,
+    AVQProcessor,
+    apply_avq,
+    avq_disabled,
+    remove_avq,
+    select_layers,
+)
 
 feature = pytest.mark.feature
 
@@ -24,9 +31,10 @@ def fresh_compiler():
 @feature("torch.compile of the UNet (one graph)")
 @torch.no_grad()
 def test_switching_a_compiled_unet():
-    """Catches graph breaks, also by a projection's hook, AVQ lost in compiled code, changes that
-    are cast there, and compiled code that does not notice AVQ coming, pausing and going."""
-    unet = traced_unet().double()
+    """Catches graph breaks, also by a projection's hook or by an `AVQProcessor` that waits for
+    another UNet, AVQ lost in compiled code, changes that are cast there, and compiled code that
+    does not notice AVQ coming, pausing and going."""
+    unet, waiting = traced_unet().double(), AVQProcessor()
     select_layers(unet)[0].attn.to_q.register_forward_hook(lambda layer, args, output: 2 * output)
     inputs = torch.ones(1, 4, 16, 16).double(), 10, torch.ones(1, 5, 32).double()
     codebooks, exact = (tuned_codebooks(unet, AVQConfig.parse("M4P2C2")), unet(*inputs).sample)
@@ -45,6 +53,7 @@ def test_switching_a_compiled_unet():
         torch.testing.assert_close(compiled(*inputs).sample, exact)
     torch.testing.assert_close(compiled(*inputs).sample, avq)
     torch.testing.assert_close(remove_avq(compiled)(*inputs).sample, exact)
+    assert not waiting.is_prepared
 
 
 @feature("torch.compile of its blocks (one graph)")
