@@ -9,14 +9,7 @@ from hosts.kinds import KINDS
 from tiny import predict, small_unet, traced_unet, tuned_codebooks
 from torch._dynamo.testing import CompileCounter
 
-from avq_diffusers import (
-    AVQConfig,
-    AVQProcessor,
-    apply_avq,
-    avq_disabled,
-    remove_avq,
-    select_layers,
-)
+from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq, select_layers
 
 feature = pytest.mark.feature
 
@@ -31,10 +24,9 @@ def fresh_compiler():
 @feature("torch.compile of the UNet (one graph)")
 @torch.no_grad()
 def test_switching_a_compiled_unet():
-    """Catches graph breaks, also by a projection's hook or by an `AVQProcessor` that waits for
-    another UNet, AVQ lost in compiled code, changes that are cast there, and compiled code that
-    does not notice AVQ coming, pausing and going."""
-    unet, waiting = traced_unet().double(), AVQProcessor()
+    """Catches graph breaks, also by a projection's hook, AVQ lost in compiled code, changes that
+    are cast there, and compiled code that does not notice AVQ coming, pausing and going."""
+    unet = traced_unet().double()
     select_layers(unet)[0].attn.to_q.register_forward_hook(lambda layer, args, output: 2 * output)
     inputs = torch.ones(1, 4, 16, 16).double(), 10, torch.ones(1, 5, 32).double()
     codebooks, exact = (tuned_codebooks(unet, AVQConfig.parse("M4P2C2")), unet(*inputs).sample)
@@ -53,7 +45,6 @@ def test_switching_a_compiled_unet():
         torch.testing.assert_close(compiled(*inputs).sample, exact)
     torch.testing.assert_close(compiled(*inputs).sample, avq)
     torch.testing.assert_close(remove_avq(compiled)(*inputs).sample, exact)
-    assert not waiting.is_prepared
 
 
 @feature("torch.compile of its blocks (one graph)")
@@ -102,5 +93,6 @@ def test_blocks_of_transformers(name, layers, num_graphs):
     for _ in range(2):
         torch.testing.assert_close(kind.predict(model), expected)
     assert counter.frame_count == num_graphs
-    found = kind.predict(apply_avq(model, kind.config(**SMALL, threshold=0)))
-    assert (found - exact).norm() < 1e-5 * exact.norm()
+    if name == "CogVideoX":  # the others read their options in the same place
+        found = kind.predict(apply_avq(model, kind.config(**SMALL, threshold=0)))
+        assert (found - exact).norm() < 1e-5 * exact.norm()

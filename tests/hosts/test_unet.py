@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import kinds, runs
-from diffusers import UNet2DModel, VQModel
+from diffusers import ModelMixin, UNet2DModel, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0
 from tiny import (
     CONFIG,
@@ -343,6 +343,27 @@ class TestSetOnAStockUNet:
         del processor
         torch.nn.Identity()(1)
         assert not waits()
+
+    def test_other_models_compile_while_a_processor_waits(self):
+        """Catches a hook that breaks the graphs of every model."""
+
+        class OneTransformer(ModelMixin):
+            """The least that the hook takes for a UNet."""
+
+            def __init__(self):
+                super().__init__()
+                self.down_blocks = traced_unet().down_blocks
+
+            def forward(self, *inputs):
+                return self.down_blocks[0].attentions[0](*inputs, return_dict=False)[0]
+
+        processor, inputs = AVQProcessor(), (torch.ones(1, 16, 16, 16), torch.ones(1, 5, 32))
+        other = apply_avq(OneTransformer().eval(), AVQConfig(**TINY), route="always")
+        expected = other(*inputs)
+        other.compile(backend="eager", fullgraph=True)
+        assert torch.equal(other(*inputs), expected)
+        assert waits()
+        del processor
 
     def test_rebuilt_processors_of_prepared_layers_keep_their_avq(self, unet):
         """Catches the default in place of the layers' own sizes, as IP-Adapter makes processors."""
