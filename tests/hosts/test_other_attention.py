@@ -277,7 +277,7 @@ class TestInterception:
 class TestModularGuiders:
     """They hook blocks for one of the calls of a step, after AVQ was applied."""
 
-    FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.1", "up_blocks.0.attentions.1")
+    FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.0", "up_blocks.0.attentions.1")
 
     def skips(self):
         what = {"skip_attention": True, "skip_attention_scores": False, "skip_ff": False}

@@ -212,6 +212,20 @@ class TestHandingOver:
 TINY = {"num_parents": 4, "num_children": 2, "num_refined": 2, "query_tile": 16}
 
 
+class OneTransformer(ModelMixin):
+    """The least that AVQ takes for a UNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.down_blocks = traced_unet().down_blocks
+
+    def forward(self, *inputs):
+        return self.down_blocks[0].attentions[0](*inputs, return_dict=False)[0]
+
+
+INPUTS = torch.linspace(-2, 2, 16 * 256).view(1, 16, 16, 16).sin(), torch.ones(1, 5, 32)
+
+
 def waits():
     """Whether a hook on all modules is left."""
     return bool(torch.nn.modules.module._global_forward_pre_hooks)
@@ -267,13 +281,16 @@ class TestSetOnAStockUNet:
     @pytest.mark.parametrize("is_wrapped", [True, False])
     def test_compiled(self, is_wrapped):
         """Catches compiled code that begins without AVQ."""
-        unet, other = traced_unet(), traced_unet()
-        expected = predict(apply_avq(other, AVQConfig(**TINY), route="always"))
-        unet.set_attn_processor(AVQProcessor(route="always", **TINY))
-        compiled = torch.compile(unet, backend="eager") if is_wrapped else unet
-        if not is_wrapped:
-            unet.compile(backend="eager")
-        assert torch.equal(predict(compiled), expected)
+        model, other = OneTransformer().eval(), OneTransformer().eval()
+        expected = apply_avq(other, AVQConfig(**TINY), route="always")(*INPUTS)
+        model.down_blocks[0].attentions[0].transformer_blocks[0].attn1.set_processor(
+            AVQProcessor(route="always", **TINY)
+        )
+        if is_wrapped:
+            model = torch.compile(model, backend="eager")
+        else:
+            model.compile(backend="eager")
+        assert torch.equal(model(*INPUTS), expected)
         assert not waits()
 
     def test_default(self, unet):
@@ -346,22 +363,11 @@ class TestSetOnAStockUNet:
 
     def test_other_models_compile_while_a_processor_waits(self):
         """Catches a hook that breaks the graphs of every model."""
-
-        class OneTransformer(ModelMixin):
-            """The least that the hook takes for a UNet."""
-
-            def __init__(self):
-                super().__init__()
-                self.down_blocks = traced_unet().down_blocks
-
-            def forward(self, *inputs):
-                return self.down_blocks[0].attentions[0](*inputs, return_dict=False)[0]
-
-        processor, inputs = AVQProcessor(), (torch.ones(1, 16, 16, 16), torch.ones(1, 5, 32))
+        processor = AVQProcessor()
         other = apply_avq(OneTransformer().eval(), AVQConfig(**TINY), route="always")
-        expected = other(*inputs)
+        expected = other(*INPUTS)
         other.compile(backend="eager", fullgraph=True)
-        assert torch.equal(other(*inputs), expected)
+        assert torch.equal(other(*INPUTS), expected)
         assert waits()
         del processor
 
