@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from PIL import Image
 from tiny import LAYER, LORA, draw, random_codebooks, tiny_pipe, tiny_unet, two_level_pipe
 from tiny_transformers import predict, sd3_transformer, wan_transformer
@@ -492,19 +491,6 @@ class TestKey:
         with pipe.unet.register_forward_hook(lambda *_: None):
             assert key_of(pipe) is None
         assert key_of(TRANSFORMER()) != key_of(VIT())
-
-    def test_a_locked_folder(self, monkeypatch, tmp_path):
-        """Is waited for briefly; then nothing is kept."""
-        monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
-        monkeypatch.setattr(kept_profiles, "PATIENCE", 0.1)
-        kept = kept_profiles.KeptProfile(PIPE(), models_of(PIPE()), None, {})
-        kept.folder.mkdir(parents=True)
-        with FileLock(kept.folder / "profiles.lock"):
-            kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
-        layers = select_layers(PIPE().unet, CONFIG.levels)
-        assert kept.load(layers, [PROMPT]) is None
-        kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
-        assert kept.load(layers, [PROMPT]) is not None
 
     @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):

@@ -178,7 +178,7 @@ class TestLearning:
         state.note_allocation(None, 64)
         assert learn() == []
         assert not measured
-        state.set_spec(state.config.spec)
+        state.set_schedule(state.schedule)
         assert learn() == [FOUND]
 
     def test_one_device_does_not_decide_for_another(self, state, learn):

@@ -165,7 +165,6 @@ class AVQProcessor(AttnProcessor2_0):
             TypeError: this processor was set on the attention of a transformer.
             RuntimeError: no UNet was prepared for this processor.
         """
-        call = hidden_states, encoder_hidden_states, attention_mask
         state: LayerState | None = getattr(attn, ATTRIBUTE, None)
         is_prepared = state is not None and isinstance(state.previous, Previous)
         is_plain = encoder_hidden_states is None or getattr(attn, "is_cross_attention", False)
@@ -174,9 +173,18 @@ class AVQProcessor(AttnProcessor2_0):
         if state is None:
             if not self.is_prepared:
                 raise RuntimeError(UNPREPARED)
-            return super().__call__(attn, *call, temb)  # put back after AVQ was removed
+            # Put back after AVQ was removed.
+            call = hidden_states, encoder_hidden_states, attention_mask, temb
+            return super().__call__(attn, *call)
         if state.previous.is_plain:
-            reason = _exact_because(state, attn, *call)
+            own = (
+                (encoder_hidden_states is not None, "cross-attention"),
+                (attention_mask is not None, "attention mask"),
+                (_has_other_scores(attn), OTHER_SCORES),
+                (attn.norm_q is not None or attn.norm_k is not None, "query or key norm"),
+                (attn.residual_connection, "residual connection"),
+            )
+            reason = state.exact_because(hidden_states.shape[1], hidden_states, own)
             state.count(reason or AVQ_CALL)
             if reason is None:
                 return _attend(attn, state, hidden_states)
@@ -195,27 +203,6 @@ class AVQProcessor(AttnProcessor2_0):
 AttentionProcessorRegistry._registry[AVQProcessor] = AttentionProcessorMetadata(
     skip_processor_output_fn=lambda attn, hidden_states, *args, **kwargs: hidden_states
 )
-
-
-def _exact_because(
-    state: LayerState,
-    attn: Attention,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | tuple[Tensor, ...] | None,
-    attention_mask: Tensor | None,
-) -> str | None:
-    """Why this call runs exact attention; None if it runs AVQ."""
-    return state.exact_because(
-        hidden_states.shape[1],
-        hidden_states,
-        (
-            (encoder_hidden_states is not None, "cross-attention"),
-            (attention_mask is not None, "attention mask"),
-            (_has_other_scores(attn), OTHER_SCORES),
-            (attn.norm_q is not None or attn.norm_k is not None, "query or key norm"),
-            (attn.residual_connection, "residual connection"),
-        ),
-    )
 
 
 def _has_other_scores(attn: Attention) -> bool:
