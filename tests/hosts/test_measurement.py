@@ -20,6 +20,7 @@ from diffusers import (
     HeunDiscreteScheduler,
     IFPipeline,
     StableDiffusion3Img2ImgPipeline,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLModularPipeline,
 )
@@ -53,6 +54,10 @@ def coarse_thresholds(monkeypatch):
 def pipe():
     """With four layers of self-attention, all at level 0."""
     return tiny_pipe(small_unet())
+
+
+def two_layer_pipe(cls=StableDiffusion3Pipeline):
+    return sd3_pipe(cls, transformer=sd3_transformer(num_layers=2, dual_attention_layers=()))
 
 
 @cache
@@ -158,7 +163,7 @@ class TestMeasure:
 
     def test_parts_of_a_flow(self):
         """Catches parts of a transformer that follow something other than the noise level."""
-        pipe = sd3_pipe(transformer=sd3_transformer(num_layers=2, dual_attention_layers=()))
+        pipe = two_layer_pipe()
         size = {"height": 32, "width": 48, "max_sequence_length": 8}
         arguments = {**size, "num_inference_steps": 3, "parts": 3, "progress": False}
         profile = measure_error(pipe, [PROMPT], CONFIG, **arguments)  # at 1000, 751 and 9
@@ -186,7 +191,8 @@ class TestMeasure:
     def test_parts_of_img2img(self, monkeypatch):
         """Catches parts of the steps that are skipped."""
         monkeypatch.setattr(exact_runs, "MOST_REPEATED", 12)
-        pipe, size = sd3_pipe(StableDiffusion3Img2ImgPipeline), {"height": 32, "width": 48}
+        pipe = two_layer_pipe(StableDiffusion3Img2ImgPipeline)
+        size = {"height": 32, "width": 48}
         image = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
         arguments = {**size, **image, "num_inference_steps": 4, "parts": 2, "progress": False}
         parts = measure_error(pipe, [PROMPT], CONFIG, **arguments).parts.values()
@@ -329,7 +335,7 @@ class TestProgress:
                 {"height": 64, "width": 64, "num_inference_steps": 2, "parts": 2},
             ),
             (
-                sd3_pipe,
+                two_layer_pipe,
                 [PROMPT],
                 {"height": 32, "width": 48, "max_sequence_length": 8, "num_inference_steps": 2},
             ),
@@ -362,7 +368,7 @@ class TestProgress:
 
     def test_fewer_calls_than_planned(self, bars):
         """Catches a bar that stops at half."""
-        pipe = sd3_pipe(StableDiffusion3Img2ImgPipeline)
+        pipe = two_layer_pipe(StableDiffusion3Img2ImgPipeline)
         run = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
         run |= {"height": 32, "width": 48, "num_inference_steps": 4, "parts": 1}
         measure_error(pipe, [PROMPT], CONFIG, **run)

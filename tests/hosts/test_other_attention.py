@@ -16,7 +16,6 @@ from diffusers.models.attention_processor import (
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
-from hosts.kinds import KINDS
 from peft import LoraConfig
 from tiny import (
     LAYER,
@@ -27,6 +26,7 @@ from tiny import (
     tiny_unet,
     traced_unet,
     tuned_codebooks,
+    two_level_unet,
 )
 
 from avq_diffusers import (
@@ -156,20 +156,18 @@ def blur(unet):
 class TestFusedProjections:
     """They are what the UNet computes with, whatever the projections hold that were fused."""
 
-    @pytest.mark.parametrize("name", ["SD1.5", "SDXL"])
     @pytest.mark.parametrize("change", [blur, use_lora])
     @pytest.mark.parametrize("avq_first", [False, True])
-    def test_they_changed(self, name, change, avq_first):
-        kind = next(kind for kind in KINDS if kind.name == name)
-        unet, every_key = kind.make(), kind.config(**EVERY_KEY)
+    def test_they_changed(self, change, avq_first):
+        unet, every_key = two_level_unet(), AVQConfig(**EVERY_KEY, query_tile=16, levels=(0, 1))
         unet.fuse_qkv_projections()
-        before = kind.predict(unet)
+        before = predict(unet)
         if avq_first:
             apply_avq(unet, every_key, route="always")
         change(unet)
-        output = kind.predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
+        output = predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
         assert kinds(unet) == {"AVQ"}
-        assert is_close(output, kind.predict(remove_avq(unet)))
+        assert is_close(output, predict(remove_avq(unet)))
         assert differ(output, before)
 
     def test_changes_by_distillation_are_added(self):

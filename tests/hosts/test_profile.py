@@ -277,8 +277,9 @@ class TestWithin:
             assert "times as fast" in of_timed
             assert "times" not in of_counted
 
-    def test_plot(self, tmp_path):
+    def test_plot(self, tmp_path, monkeypatch):
         """Catches a curve that fails where some plan has no error."""
+        monkeypatch.setattr(allocation, "PER_DECADE", 3)
         profile = profile_with(law(0.0), {})
         profile.plot(tmp_path / "curve.png")
         profile_with(law(0.01), law(0.04)).plot(tmp_path / "curve.png")

@@ -287,15 +287,6 @@ def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     assert set(cache_file.parent.iterdir()) == {cache_file, cache_file.with_suffix(".lock")}
 
 
-def test_measurements_of_other_shapes_stay(cache_file, measured):
-    """Catches a file of the last shape alone."""
-    device, other = torch.device("cuda"), replace(WORKLOAD, head_dim=80)
-    for workload in (WORKLOAD, other):
-        break_even(workload, device, TRIAL)
-    kept = json.loads(cache_file.read_text())
-    assert kept.keys() == {WORKLOAD.key(device), other.key(device)}
-
-
 def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
     """Catches a writer that does not see what another wrote since it read."""
     read, both_have_read = routing._read, Barrier(2)
