@@ -4,7 +4,7 @@ import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -140,7 +140,7 @@ class TestMeasure:
         monkeypatch.setattr(exact_runs, "MOST_REPEATED", 30)
         monkeypatch.setattr(exact_runs, "THRESHOLDS", USUAL)
         pipe = quiet(StableDiffusionPipeline.from_pretrained(MINI_SD))
-        config = AVQConfig.parse("M16C4T1e-4", levels=(0,))
+        config = AVQConfig.parse("M16C4T1e-4", levels=(0,), exact=("down_blocks",))
         run = {"height": 64, "width": 64, "guidance_scale": 3.0, "num_inference_steps": 2}
         prompts = default_prompts()[:2]
         profile = measure_error(pipe, prompts, config, **run, parts=2, progress=False)
@@ -236,7 +236,7 @@ class TestMeasure:
         ("make", "examples", "arguments"),
         [
             (lambda: tiny_pipe(small_unet()), [PROMPT], {"height": 64, "num_inference_steps": 1}),
-            (partial(tiny_vision, "dinov2"), images(), {}),
+            (tiny_vision, images(), {}),
         ],
         ids=["unet", "vision"],
     )
@@ -339,7 +339,7 @@ class TestProgress:
                 [PROMPT],
                 {"height": 32, "width": 48, "max_sequence_length": 8, "num_inference_steps": 2},
             ),
-            (partial(tiny_vision, "dinov2"), images(), {}),
+            (tiny_vision, images(), {}),
         ],
         ids=["unet", "transformer", "vision"],
     )

@@ -79,7 +79,7 @@ PROMPTED = {"prompt": [PROMPT]}
 LEVELS = AVQConfig.parse("M4C2T1e-4", query_tile=16, levels=(0, 1))
 
 
-UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
+UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 64, "width": 64}, LEVELS)
 WAN22 = Kind(Wan22, Wan22.__call__, PROMPTED, QUIET)
 VISION = Kind(tiny_vision, features, {"pixel_values": (images(), -2 * images()[:1])}, QUIET)
 
@@ -344,7 +344,7 @@ class TestApply:
     def test_a_model_is_measured_once(self, monkeypatch, tmp_path):
         """Catches a second measurement, the profile of another model, size, prompt or noise
         schedule, and a measurement that is lost because it cannot be kept."""
-        run = UNET.run | {"num_inference_steps": 1, "height": 64, "width": 64}
+        run = UNET.run | {"num_inference_steps": 1}
 
         def apply(pipe, forbidden=False, **arguments):
             with monkeypatch.context() as patch:
@@ -497,7 +497,7 @@ class TestKey:
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):
         """One without a layer, or with effects that no longer hold, is measured again."""
         monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
-        pipe, run = two_level_pipe(), UNET.run | {"height": 64, "width": 64}
+        pipe, run = two_level_pipe(), UNET.run | {"num_inference_steps": 1}
         arguments = {"tolerance": 1e-4, "prompt": PROMPT} | run
         first = summary(apply_avq(pipe, LEVELS, **arguments))
         kept = kept_profiles.KeptProfile(pipe, models_of(pipe), LEVELS, run)

@@ -65,7 +65,7 @@ PIPES = [case("SD3", sd3_pipe), case("Flux", flux_pipe)]
 IMAGE = {"image": torch.rand(1, 3, 32, 48), "strength": 1.0}
 LEFT_HALF = (torch.arange(48) < 24).float().expand(1, 1, 32, -1)
 OFFLOAD = "offload of transformers"
-NUM_STEPS = 4  # with a cache
+NUM_STEPS = 3  # with a cache
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
 
 

@@ -292,6 +292,34 @@ class UNetHost(ProcessorHost):
         if any(getattr(layer.attn.processor, "replaced", ()) for layer in self.layers(model)):
             raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
 
+    def prepare(self, model: nn.Module) -> None:
+        """Apply the AVQ of processors that `set_attn_processor` has set, unless it was."""
+        with CHANGES:
+            ours = _attentions_of(model)
+            found = {attn.processor for attn in ours if _is_unprepared(attn)}
+            _awaiting.difference_update(attn.processor for attn in ours)
+            _stop_waiting()
+            if not found:
+                return
+            processor, *others = found
+            if any(vars(other) != vars(processor) for other in others):
+                raise ValueError(
+                    f"a UNet takes one AVQProcessor, but its layers carry {len(found)} that "
+                    f"differ; pass overrides=... to one to vary sizes by layer."
+                )
+            layers = [layer for layer in self.layers(model) if layer.attn in ours]
+            if not layers:
+                raise TypeError(
+                    f"AVQProcessor serves self-attention in the spatial transformers of a UNet, "
+                    f"but {type(model).__name__} has none; reload the model and call apply_avq."
+                )
+            self.refuse(model)
+            hosted = Hosted(self, model, model, "")
+            with all_or_nothing([hosted]):
+                states = processor.make_states(layers)
+                self.tidy(model)
+                install({hosted: states})
+
     def is_plain(self, processor: Any) -> bool:
         if type(processor) in CUSTOM_DIFFUSION:
             return not (processor.train_kv or processor.train_q_out)
@@ -302,35 +330,6 @@ class UNetHost(ProcessorHost):
 
 
 UNET = UNetHost()
-
-
-def prepare(model: nn.Module) -> None:
-    """Apply the AVQ of processors that `set_attn_processor` has set on a UNet, unless prepared."""
-    with CHANGES:
-        ours = _attentions_of(model)
-        found = {attn.processor for attn in ours if _is_unprepared(attn)}
-        _awaiting.difference_update(attn.processor for attn in ours)
-        _stop_waiting()
-        if not found:
-            return
-        processor, *others = found
-        if any(vars(other) != vars(processor) for other in others):
-            raise ValueError(
-                f"a UNet takes one AVQProcessor, but its layers carry {len(found)} that differ; "
-                f"pass overrides=... to one to vary sizes by layer."
-            )
-        layers = [layer for layer in UNET.layers(model) if layer.attn in ours]
-        if not layers:
-            raise TypeError(
-                f"AVQProcessor serves self-attention in the spatial transformers of a UNet, but "
-                f"{type(model).__name__} has none; reload the model and call apply_avq."
-            )
-        UNET.refuse(model)
-        hosted = Hosted(UNET, model, model, "")
-        with all_or_nothing([hosted]):
-            states = processor.make_states(layers)
-            UNET.tidy(model)
-            install({hosted: states})
 
 
 def _attentions_of(model: nn.Module) -> list[Attention]:
@@ -372,7 +371,7 @@ def _stop_waiting() -> None:
             _hook = None
 
 
-_prepare_outside_graphs = torch.compiler.disable(prepare)
+_prepare_outside_graphs = torch.compiler.disable(UNET.prepare)
 
 
 def _before_any_module(module: nn.Module, args: Any) -> None:
