@@ -281,13 +281,6 @@ class LayerState:
             )
         return call
 
-    def off_because(self) -> str | None:
-        """Why no call of the layer can run AVQ now; None if one can."""
-        call = self.present_call()
-        if call is None:
-            return OUTSIDE
-        return call.exact_because or self.interception()
-
     def interception(self) -> str | None:
         """What acts on attention scores and would bypass AVQ; None if nothing does."""
         return score_interception() or backend_interception(self.usual_backend)
@@ -308,14 +301,15 @@ class LayerState:
             hidden_states: batch first, in the dtype of the attention.
             own: reasons specific to the kind of model, each after whether it applies.
         """
-        reason = self.off_because()
+        call = self.present_call()
+        if call is None:
+            return OUTSIDE
+        reason = call.exact_because or self.interception()
         if reason is not None:
             return reason
         for holds, why in own:
             if holds:
                 return why
-        call = self.call.get()
-        assert call is not None
         if call.query_order is None or call.query_order.shape[0] != num_tokens:
             return "tokens are not the grid"
         if faults and self.backend == "auto" and (hidden_states.device,) in faults:

@@ -188,7 +188,7 @@ class AVQProcessor(AttnProcessor2_0):
             state.count(reason or AVQ_CALL)
             if reason is None:
                 return _attend(attn, state, hidden_states)
-        optional = {"temb": temb} if state.previous.takes_temb else {}
+        optional = {} if temb is None else {"temb": temb}  # not every processor takes it
         return state.previous.processor(
             attn,
             hidden_states,
