@@ -118,7 +118,6 @@ def sdxl_unet(**overrides) -> UNet2DConditionModel:
         "transformer_layers_per_block": (1, 2, 3),
         "attention_head_dim": (2, 4, 8),
         "use_linear_projection": True,
-        "layers_per_block": 2,
         "addition_embed_type": "text_time",
         "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 80,
@@ -135,7 +134,6 @@ def traced_sdxl_unet() -> UNet2DConditionModel:
         up_block_types=("UpBlock2D", "UpBlock2D"),
         transformer_layers_per_block=(1, 2),
         attention_head_dim=(2, 4),
-        layers_per_block=1,
     )
 
 

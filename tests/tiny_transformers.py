@@ -213,11 +213,11 @@ def flux_pipe(cls=FluxPipeline, **components):
 
 
 def draw(pipe, **arguments) -> Tensor:
-    """The latents of a two-step image of 8 x 12 tokens."""
+    """The latents of a one-step image of 8 x 12 tokens."""
     defaults = {
         "height": 32,
         "width": 48,
-        "num_inference_steps": 2,
+        "num_inference_steps": 1,
         "max_sequence_length": 8,
         "output_type": "latent",
     }

@@ -11,9 +11,7 @@ from avq_diffusers.hosts.core import (
     Layer,
     LayerSpec,
     LayerState,
-    SpecSchedule,
     as_table,
-    schedules_of,
     short_names,
 )
 from avq_diffusers.hosts.measuring import Allocation
@@ -93,11 +91,11 @@ class Summary:
 
 def report(models: Sequence[Hosted]) -> Summary:
     """What each layer of these models runs."""
-    rows = []
-    for hosted in models:
-        schedules = schedules_of(hosted)
-        for layer in hosted.host.layers(hosted.model):
-            rows.append(_row(hosted, layer, layer.avq_state, schedules))
+    rows = [
+        _row(hosted, layer, layer.avq_state)
+        for hosted in models
+        for layer in hosted.host.layers(hosted.model)
+    ]
     states = [state for hosted in models for state in hosted.states.values()]
     allocation = states[0].allocation if states else None
     is_whole = all(state.allocation is allocation for state in states)
@@ -105,21 +103,15 @@ def report(models: Sequence[Hosted]) -> Summary:
     return Summary(tuple(rows), allocation if is_whole else None, "; ".join(ranks))
 
 
-def _row(
-    hosted: Hosted,
-    layer: Layer,
-    state: LayerState | None,
-    schedules: Mapping[LayerState, SpecSchedule],
-) -> LayerReport:
+def _row(hosted: Hosted, layer: Layer, state: LayerState | None) -> LayerReport:
     name = hosted.prefix + layer.name
     row = LayerReport(**layer.stored | {"name": name}, runs=_runs(hosted, layer, state))
     if state is None:
         return row
-    specs = schedules.get(state, {0: state.spec.get()}).values()
     shown = state.shown
     return replace(
         row,
-        config=", ".join(EXACT if spec is None else str(spec) for spec in specs),
+        config=", ".join(EXACT if x is None else str(x) for x in state.schedule.values()),
         effect=None if state.allocation is None else state.allocation.effect(name),
         columns=None if shown is None else tuple(shown.float().mean(dim=(0, 1, 2)).tolist()),
         num_tokens=None if state.last_order is None else len(state.last_order),

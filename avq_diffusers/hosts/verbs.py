@@ -52,14 +52,7 @@ from avq_diffusers.hosts.measuring import (
     measure_error,
     output_errors,
 )
-from avq_diffusers.hosts.models import (
-    UNET,
-    AnyModel,
-    all_models_of,
-    models_of,
-    name_of,
-    prepare,
-)
+from avq_diffusers.hosts.models import AnyModel, all_models_of, models_of, name_of
 from avq_diffusers.hosts.report import Summary, report
 
 # How many times the tolerance one measured call of a kept plan may be off.
@@ -446,10 +439,9 @@ def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
 
 
 def _prepared(models: list[Hosted]) -> list[Hosted]:
-    """These models, after AVQ was applied to UNets that carry an `AVQProcessor` set by hand."""
+    """These models, with the AVQ that was set on their layers by hand."""
     for hosted in models:
-        if hosted.host is UNET:
-            prepare(hosted.model)
+        hosted.host.prepare(hosted.model)
     return models
 
 

@@ -182,7 +182,7 @@ class TestConvolution:
         config = json.loads((Path(MINI_SD) / "unet" / "config.json").read_text())
         with torch.device("meta"):
             mini = UNet2DConditionModel.from_config(config)
-        for unet in (mini, sdxl_unet()):
+        for unet in (mini, sdxl_unet(layers_per_block=2)):
             size = 16 * unet.config.sample_size
             apply_scalecrafter(unet, size, size)
             levels = {}

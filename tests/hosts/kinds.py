@@ -71,6 +71,17 @@ class Kind:
     small: Callable[[], nn.Module] | None = None
     feature: str | None = None
 
+    @property
+    def has_text(self) -> bool:
+        """Whether a text, and no part of an image, is beside the grid."""
+        is_beside = self.part == "transformer" and self.beside != (0, 0)
+        return is_beside and self.name != "MiniMaxH3"  # it has keyframes there
+
+    @property
+    def image(self) -> str:
+        """The argument of a transformer that holds the image."""
+        return "x" if self.name == "Z-Image" else "hidden_states"
+
     def call(self, model: nn.Module, size: Size | None = None, **overrides) -> Tensor:
         """The output for fixed inputs."""
         return self.output(model(**self.inputs(model, *(size or self.sizes[0])) | overrides))
@@ -236,9 +247,10 @@ unet_kind = partial(
 # Transformers of diffusers
 
 
-def sd3_transformer() -> nn.Module:
+def sd3_transformer(**sizes) -> nn.Module:
     """Without norms of queries and keys, and without a second attention."""
-    model = tiny_transformers.sd3_transformer(qk_norm=None, dual_attention_layers=())
+    sizes |= {"qk_norm": None, "dual_attention_layers": ()}
+    model = tiny_transformers.sd3_transformer(**sizes)
     with torch.no_grad():
         for layer in select_layers(model):
             layer.attn.to_q.weight.mul_(4)
@@ -388,7 +400,13 @@ KINDS = (
         counts_others=False,
         mask=None,
     ),
-    transformer_kind("SD3", sd3_transformer, beside=(0, NUM_TEXT), feature="SD3"),
+    transformer_kind(
+        "SD3",
+        sd3_transformer,
+        beside=(0, NUM_TEXT),
+        small=partial(sd3_transformer, num_layers=2),
+        feature="SD3",
+    ),
     transformer_kind(
         "SD3.5",
         tiny_transformers.sd3_transformer,

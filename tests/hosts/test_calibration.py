@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases import OPTIONS, unchecked_call
-from tiny import CONFIG, LAYER, draw, random_codebooks, tiny_pipe
+from tiny import CONFIG, LAYER, draw, random_codebooks, two_level_pipe
 from tiny_transformers import sd3_pipe
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, calibrate, select_layers, summary
@@ -46,9 +46,14 @@ def projected(pipe, layers, *names):
     return calls
 
 
+@pytest.fixture
+def pipe():
+    return two_level_pipe()
+
+
 @pytest.fixture(scope="module")
 def calibrated():
-    return fit(tiny_pipe())
+    return fit(two_level_pipe())
 
 
 class TestSample:
@@ -100,8 +105,8 @@ class TestRun:
     def test_same_seed_same_codebooks_other_seed_others(self, calibrated):
         """Fails where noise, sample or k-means read the global generator, or ignore the seed."""
         torch.manual_seed(123)
-        assert equal(calibrated, fit(tiny_pipe()))
-        assert not equal(calibrated, fit(tiny_pipe(), seed=1))
+        assert equal(calibrated, fit(two_level_pipe()))
+        assert not equal(calibrated, fit(two_level_pipe(), seed=1))
 
     def test_prompt_i_runs_with_seed_plus_i(self, pipe):
         """Fails where the noise ignores the seed, or every prompt gets the same noise."""
@@ -153,7 +158,7 @@ class TestRun:
 
 class TestReport:
     def test_covers_every_layer(self, calibrated):
-        names = [layer.name for layer in select_layers(tiny_pipe().unet, CONFIG.levels)]
+        names = [layer.name for layer in select_layers(two_level_pipe().unet, CONFIG.levels)]
         assert list(figures(calibrated)) == names
         for measured in figures(calibrated).values():
             assert set(measured) == {"quantization_error", "active_ratio", "capture"}
@@ -190,7 +195,7 @@ class TestReport:
 def test_sizes():
     """Fails for overrides that are not resolved, or children of a flat configuration."""
     config = AVQConfig.parse("M8", levels=(0, 1), overrides={"1": {"num_parents": 6}})
-    codebooks = fit(tiny_pipe(), config)
+    codebooks = fit(two_level_pipe(), config)
     for name, spec in codebooks.layer_specs.items():
         codebook = codebooks.codebook(name)
         assert (codebook.num_parents, codebook.children.shape[2]) == ((8, 6)[spec.level], 0)

@@ -75,7 +75,7 @@ class TestSelectLayers:
         """Catches a rule that stops at the first transformer block, or assumes level 0."""
         layers = select_layers(sdxl_unet())
         count = {level: sum(layer.level == level for layer in layers) for level in range(3)}
-        assert count == {0: 0, 1: 5 * 2, 2: 5 * 3 + 3}
+        assert count == {0: 0, 1: 3 * 2, 2: 3 * 3 + 3}
         assert len({layer.name for layer in layers}) == len(layers)
 
     def test_exact_and_overrides(self, unet):

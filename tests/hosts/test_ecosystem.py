@@ -10,7 +10,7 @@ import pytest
 import tomesd
 import torch
 from accelerate import cpu_offload
-from checks import check_on_and_off, differ, kinds, runs
+from checks import check_on_and_off, differ, draw_once, kinds, runs
 from diffusers import (
     BitsAndBytesConfig,
     StableDiffusionPipeline,
@@ -19,7 +19,7 @@ from diffusers import (
 )
 from diffusers.models.attention_processor import XFormersAttnProcessor
 from peft import get_peft_model_state_dict
-from tiny import LORA, draw, let_answer_calls_only, predict, tiny_pipe, tiny_unet, tuned_codebooks
+from tiny import LORA, let_answer_calls_only, predict, tiny_pipe, tiny_unet, tuned_codebooks
 
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
 
@@ -33,34 +33,36 @@ class TestLoRA:
     def test_is_seen(self, pipe):
         """Catches raw weights read instead of projections called, and AVQ that only lets go of the
         modules it was applied to."""
-        exact, codebooks = draw(pipe), tuned_codebooks(pipe.unet)
-        plain = draw(apply_avq(pipe, codebooks))
+        exact, codebooks = draw_once(pipe), tuned_codebooks(pipe.unet)
+        plain = draw_once(apply_avq(pipe, codebooks))
         pipe.unet.add_adapter(LORA)
-        adapted = draw(pipe)
+        adapted = draw_once(pipe)
         assert differ(adapted, plain)
         assert kinds(pipe) == {"AVQ"}
-        assert torch.equal(draw(apply_avq(pipe, codebooks)), adapted)
+        assert torch.equal(draw_once(apply_avq(pipe, codebooks)), adapted)
         hooked = apply_avq(tiny_pipe(), codebooks)
         let_answer_calls_only(hooked.unet)  # as a layer with a LoRA does
-        assert torch.equal(draw(pipe, cross_attention_kwargs={"scale": 0.0}), draw(hooked))
-        torch.testing.assert_close(draw(hooked), plain, rtol=1e-3, atol=1e-3)
-        assert differ(draw(pipe, cross_attention_kwargs={"scale": 0.5}), adapted)
+        assert torch.equal(
+            draw_once(pipe, cross_attention_kwargs={"scale": 0.0}), draw_once(hooked)
+        )
+        torch.testing.assert_close(draw_once(hooked), plain, rtol=1e-3, atol=1e-3)
+        assert differ(draw_once(pipe, cross_attention_kwargs={"scale": 0.5}), adapted)
         remove_avq(pipe).unload_lora_weights()
-        assert torch.equal(draw(pipe), exact)
+        assert torch.equal(draw_once(pipe), exact)
 
     def test_fuse(self, pipe):
         """Catches an adapter that AVQ loses when it is fused or taken out again, and weights of the
         base model in place of those that a LoRA was fused into."""
         codebooks = tuned_codebooks(pipe.unet)
-        plain = draw(apply_avq(pipe, codebooks))
+        plain = draw_once(apply_avq(pipe, codebooks))
         pipe.unet.add_adapter(LORA)
-        adapted = draw(pipe)
+        adapted = draw_once(pipe)
         assert differ(plain, adapted)
         for change in (pipe.fuse_lora, pipe.unfuse_lora, pipe.fuse_lora, pipe.unload_lora_weights):
             change()
-            torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(draw_once(pipe), adapted, rtol=1e-2, atol=1e-2)
         assert kinds(pipe) == {"AVQ"}
-        again = draw(apply_avq(remove_avq(pipe), codebooks))
+        again = draw_once(apply_avq(remove_avq(pipe), codebooks))
         torch.testing.assert_close(again, adapted, rtol=1e-2, atol=1e-2)
 
     @feature("LoRA hot-swap")
@@ -74,19 +76,19 @@ class TestLoRA:
             StableDiffusionPipeline.save_lora_weights(
                 tmp_path / str(seed), unet_lora_layers=get_peft_model_state_dict(source)
             )
-        plain = draw(apply_avq(pipe, codebooks))
+        plain = draw_once(apply_avq(pipe, codebooks))
         pipe.load_lora_weights(tmp_path / "1", adapter_name="default_0")
-        first = draw(pipe)
+        first = draw_once(pipe)
         pipe.load_lora_weights(tmp_path / "2", adapter_name="default_0", hotswap=True)
-        second = draw(pipe)
+        second = draw_once(pipe)
         assert differ(first, plain)
         assert differ(second, first)
         assert kinds(pipe) == {"AVQ"}
         expected = tiny_pipe()
         expected.load_lora_weights(tmp_path / "2")
-        assert torch.equal(second, draw(apply_avq(expected, codebooks)))
+        assert torch.equal(second, draw_once(apply_avq(expected, codebooks)))
         pipe.unload_lora_weights()
-        assert torch.equal(draw(pipe), plain)
+        assert torch.equal(draw_once(pipe), plain)
 
 
 @feature("textual inversion")
@@ -97,7 +99,7 @@ def test_textual_inversion(pipe, codebooks):
     _, avq = check_on_and_off(pipe, codebooks, negative_prompt="<fox>")
     apply_avq(pipe, codebooks)
     pipe.unload_textual_inversion()
-    assert differ(draw(pipe, negative_prompt="<fox>"), avq)
+    assert differ(draw_once(pipe, negative_prompt="<fox>"), avq)
 
 
 @feature("IP-Adapter")
@@ -126,7 +128,7 @@ class TestIPAdapter:
     def draw(self, pipe):
         image = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(7))
         embeds = torch.cat([torch.zeros_like(image), image])
-        return draw(pipe, ip_adapter_image_embeds=[embeds])
+        return draw_once(pipe, ip_adapter_image_embeds=[embeds])
 
     def test_loaded_before(self, pipe, codebooks):
         """Catches IP-Adapter's processors replaced: the image would have no effect."""
@@ -139,14 +141,14 @@ class TestIPAdapter:
     def test_loaded_afterwards(self, pipe, codebooks):
         """Catches codebooks lost when IP-Adapter rebuilds processors as `type(p)()`."""
         apply_avq(pipe, codebooks)
-        without_adapter = draw(pipe)
+        without_adapter = draw_once(pipe)
         avq = self.draw(self.load(pipe))
         assert kinds(pipe) == {"AVQ"}
         expected = self.load(tiny_pipe())
         exact = self.draw(expected)
         assert torch.equal(avq, self.draw(apply_avq(expected, codebooks)))
         pipe.unload_ip_adapter()
-        assert torch.equal(draw(pipe), without_adapter)
+        assert torch.equal(draw_once(pipe), without_adapter)
         assert torch.equal(self.draw(remove_avq(self.load(pipe))), exact)
 
 
@@ -156,14 +158,14 @@ class TestOtherTools:
     @pytest.mark.filterwarnings("ignore:AVQ does not run")
     def test_replaced_processors(self, pipe, codebooks):
         """Catches AVQ that is silently gone: both tools replace every processor."""
-        avq = draw(apply_avq(pipe, codebooks))
+        avq = draw_once(apply_avq(pipe, codebooks))
         pipe.enable_attention_slicing()
         assert runs(pipe) == {"exact: replaced by SlicedAttnProcessor"}
-        assert differ(draw(pipe), avq)
+        assert differ(draw_once(pipe), avq)
         pipe.unet.set_attn_processor(XFormersAttnProcessor())  # `enable_xformers_...` needs a GPU
         assert runs(pipe) == {"exact: replaced by XFormersAttnProcessor"}
         pipe.unet.set_default_attn_processor()  # xFormers cannot serve what AVQ hands over here
-        torch.testing.assert_close(draw(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(draw_once(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
         assert kinds(pipe) == {"AVQ"}
 
     @pytest.mark.filterwarnings("ignore:AVQ does not run")
@@ -180,7 +182,7 @@ class TestOtherTools:
 
     @feature("FreeU")
     def test_freeu(self, pipe, codebooks):
-        plain = draw(apply_avq(pipe, codebooks))
+        plain = draw_once(apply_avq(pipe, codebooks))
         remove_avq(pipe)
         pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
         _, avq = check_on_and_off(pipe, codebooks)
@@ -189,35 +191,35 @@ class TestOtherTools:
     @feature("ToMe (merged layers run exact)")
     def test_tomesd(self, pipe, codebooks):
         """Catches AVQ lost with ToMe's patched blocks, or left out where nothing is merged."""
-        exact = draw(pipe)
+        exact = draw_once(pipe)
         tomesd.apply_patch(pipe, ratio=0.5, use_rand=False)
-        merged = draw(pipe)
-        avq = draw(apply_avq(pipe, codebooks))
+        merged = draw_once(pipe)
+        avq = draw_once(apply_avq(pipe, codebooks))
         assert {(row.level, *row.calls) for row in summary(pipe).rows if row.config} == {
             (0, "tokens are not the grid"),  # ToMe merges at the highest resolution
             (1, "AVQ"),
         }
         assert differ(avq, merged)
-        assert torch.equal(draw(remove_avq(pipe)), merged)
+        assert torch.equal(draw_once(remove_avq(pipe)), merged)
         tomesd.remove_patch(pipe)
-        assert torch.equal(draw(pipe), exact)
+        assert torch.equal(draw_once(pipe), exact)
 
     @feature("DeepCache")
     def test_deepcache(self, pipe, codebooks):
         """Catches AVQ that runs in skipped blocks, or breaks what is cached between steps."""
         deepcache = pytest.importorskip("DeepCache")
-        plain = draw(pipe, num_inference_steps=4)
+        plain = draw_once(pipe, num_inference_steps=4)
         helper = deepcache.DeepCacheSDHelper(pipe=pipe)
         helper.set_params(cache_interval=2)
         helper.enable()
-        exact = draw(pipe, num_inference_steps=4)
+        exact = draw_once(pipe, num_inference_steps=4)
         assert differ(exact, plain)
-        avq = draw(apply_avq(pipe, codebooks), num_inference_steps=4)
+        avq = draw_once(apply_avq(pipe, codebooks), num_inference_steps=4)
         assert differ(avq, exact)
         assert kinds(pipe) == {"AVQ"}
         assert summary(pipe).rows[1].calls["AVQ"] == 2  # every other step
         helper.disable()
-        assert torch.equal(draw(remove_avq(pipe), num_inference_steps=4), plain)
+        assert torch.equal(draw_once(remove_avq(pipe), num_inference_steps=4), plain)
 
     @feature("group offload")
     @pytest.mark.parametrize("kind", [{}, {"offload_type": "leaf_level"}])
@@ -320,7 +322,7 @@ class TestOnAGPU:
             apply_avq(pipe, codebooks, route="always")
         enable(pipe)
         if avq_first:
-            draw(pipe)
+            draw_once(pipe)
             assert runs(pipe) == {"AVQ (triton backend)"}
             remove_avq(pipe)
         check_on_and_off(pipe, codebooks)
@@ -355,9 +357,9 @@ class TestOnAGPU:
     @pytest.mark.parametrize("method", ["compile", "compile_repeated_blocks"])
     def test_compile(self, pipe, codebooks, method):
         pipe.to("cuda")
-        exact, avq = draw(pipe), draw(apply_avq(pipe, codebooks, route="always"))
+        exact, avq = draw_once(pipe), draw_once(apply_avq(pipe, codebooks, route="always"))
         getattr(pipe.unet, method)(fullgraph=True)
-        compiled = draw(pipe)
+        compiled = draw_once(pipe)
         assert (compiled - avq).norm() < 0.1 * (avq - exact).norm()
 
     @feature("CUDA graphs")

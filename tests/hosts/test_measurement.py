@@ -4,7 +4,7 @@ import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from diffusers import (
     HeunDiscreteScheduler,
     IFPipeline,
     StableDiffusion3Img2ImgPipeline,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLModularPipeline,
 )
@@ -53,6 +54,10 @@ def coarse_thresholds(monkeypatch):
 def pipe():
     """With four layers of self-attention, all at level 0."""
     return tiny_pipe(small_unet())
+
+
+def two_layer_pipe(cls=StableDiffusion3Pipeline):
+    return sd3_pipe(cls, transformer=sd3_transformer(num_layers=2, dual_attention_layers=()))
 
 
 @cache
@@ -135,7 +140,7 @@ class TestMeasure:
         monkeypatch.setattr(exact_runs, "MOST_REPEATED", 30)
         monkeypatch.setattr(exact_runs, "THRESHOLDS", USUAL)
         pipe = quiet(StableDiffusionPipeline.from_pretrained(MINI_SD))
-        config = AVQConfig.parse("M16C4T1e-4", levels=(0,))
+        config = AVQConfig.parse("M16C4T1e-4", levels=(0,), exact=("down_blocks",))
         run = {"height": 64, "width": 64, "guidance_scale": 3.0, "num_inference_steps": 2}
         prompts = default_prompts()[:2]
         profile = measure_error(pipe, prompts, config, **run, parts=2, progress=False)
@@ -158,7 +163,8 @@ class TestMeasure:
 
     def test_parts_of_a_flow(self):
         """Catches parts of a transformer that follow something other than the noise level."""
-        pipe, size = sd3_pipe(), {"height": 32, "width": 48, "max_sequence_length": 8}
+        pipe = two_layer_pipe()
+        size = {"height": 32, "width": 48, "max_sequence_length": 8}
         arguments = {**size, "num_inference_steps": 3, "parts": 3, "progress": False}
         profile = measure_error(pipe, [PROMPT], CONFIG, **arguments)  # at 1000, 751 and 9
         assert [*profile.parts] == [1000, 762, 14]
@@ -178,14 +184,15 @@ class TestMeasure:
                 requires_safety_checker=False,
             )
         )
-        arguments = {"height": 32, "width": 32, "num_inference_steps": 2, "parts": 2}
+        arguments = {"height": 16, "width": 16, "num_inference_steps": 2, "parts": 2}
         profile = measure_error(pipe, [PROMPT], CONFIG, **arguments, progress=False)
         assert len(profile.parts) == 2
 
     def test_parts_of_img2img(self, monkeypatch):
         """Catches parts of the steps that are skipped."""
         monkeypatch.setattr(exact_runs, "MOST_REPEATED", 12)
-        pipe, size = sd3_pipe(StableDiffusion3Img2ImgPipeline), {"height": 32, "width": 48}
+        pipe = two_layer_pipe(StableDiffusion3Img2ImgPipeline)
+        size = {"height": 32, "width": 48}
         image = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
         arguments = {**size, **image, "num_inference_steps": 4, "parts": 2, "progress": False}
         parts = measure_error(pipe, [PROMPT], CONFIG, **arguments).parts.values()
@@ -229,7 +236,7 @@ class TestMeasure:
         ("make", "examples", "arguments"),
         [
             (lambda: tiny_pipe(small_unet()), [PROMPT], {"height": 64, "num_inference_steps": 1}),
-            (partial(tiny_vision, "dinov2"), images(), {}),
+            (tiny_vision, images(), {}),
         ],
         ids=["unet", "vision"],
     )
@@ -328,11 +335,11 @@ class TestProgress:
                 {"height": 64, "width": 64, "num_inference_steps": 2, "parts": 2},
             ),
             (
-                sd3_pipe,
+                two_layer_pipe,
                 [PROMPT],
                 {"height": 32, "width": 48, "max_sequence_length": 8, "num_inference_steps": 2},
             ),
-            (partial(tiny_vision, "dinov2"), images(), {}),
+            (tiny_vision, images(), {}),
         ],
         ids=["unet", "transformer", "vision"],
     )
@@ -361,7 +368,7 @@ class TestProgress:
 
     def test_fewer_calls_than_planned(self, bars):
         """Catches a bar that stops at half."""
-        pipe = sd3_pipe(StableDiffusion3Img2ImgPipeline)
+        pipe = two_layer_pipe(StableDiffusion3Img2ImgPipeline)
         run = {"image": torch.rand(1, 3, 32, 48), "strength": 0.5, "max_sequence_length": 8}
         run |= {"height": 32, "width": 48, "num_inference_steps": 4, "parts": 1}
         measure_error(pipe, [PROMPT], CONFIG, **run)

@@ -16,9 +16,9 @@ from diffusers.models.attention_processor import (
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
-from hosts.kinds import KINDS
 from peft import LoraConfig
 from tiny import (
+    LAYER,
     predict,
     random_codebooks,
     sdxl_pipe,
@@ -26,6 +26,7 @@ from tiny import (
     tiny_unet,
     traced_unet,
     tuned_codebooks,
+    two_level_unet,
 )
 
 from avq_diffusers import (
@@ -34,6 +35,7 @@ from avq_diffusers import (
     avq_disabled,
     gather_codebooks,
     remove_avq,
+    select_layers,
     summary,
 )
 
@@ -53,6 +55,7 @@ EVERY_KEY = {"num_parents": 4, "num_children": 2, "threshold": 0}
 LEVEL_0 = "up_blocks.3.attentions.1.transformer_blocks.0.attn1"
 LEVEL_1 = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 CUSTOM = (LEVEL_1, LEVEL_0)
+LEVEL_0_ONLY = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,))
 
 
 def share(unet):
@@ -109,9 +112,10 @@ class TestCustomProcessors:
         ],
         ids=lambda processor: type(processor).__name__,
     )
-    def test_plain_processors_are_served(self, unet, codebooks, processor):
+    def test_plain_processors_are_served(self, processor):
         """What they compute is exact attention, so AVQ takes their layer."""
-        attn = unet.get_submodule(LEVEL_0)
+        unet = traced_unet()
+        codebooks, attn = random_codebooks(unet, LEVEL_0_ONLY), unet.get_submodule(LAYER)
         if isinstance(processor, FusedAttnProcessor2_0):
             attn.fuse_projections()
         attn.set_processor(processor)
@@ -122,9 +126,9 @@ class TestCustomProcessors:
         assert kinds(unet) == {"AVQ"}
         if not isinstance(processor, XFormersAttnProcessor):
             with avq_disabled(unet):
-                assert not differ(predict(unet), predict(tiny_unet()))
+                assert not differ(predict(unet), predict(traced_unet()))
         remove_avq(unet)
-        assert unet.get_submodule(LEVEL_0).processor is processor
+        assert attn.processor is processor
 
     def test_trained_custom_diffusion_is_kept(self, unet, codebooks):
         """It projects queries by weights of its own."""
@@ -152,20 +156,18 @@ def blur(unet):
 class TestFusedProjections:
     """They are what the UNet computes with, whatever the projections hold that were fused."""
 
-    @pytest.mark.parametrize("name", ["SD1.5", "SDXL"])
     @pytest.mark.parametrize("change", [blur, use_lora])
     @pytest.mark.parametrize("avq_first", [False, True])
-    def test_they_changed(self, name, change, avq_first):
-        kind = next(kind for kind in KINDS if kind.name == name)
-        unet, every_key = kind.make(), kind.config(**EVERY_KEY)
+    def test_they_changed(self, change, avq_first):
+        unet, every_key = two_level_unet(), AVQConfig(**EVERY_KEY, query_tile=16, levels=(0, 1))
         unet.fuse_qkv_projections()
-        before = kind.predict(unet)
+        before = predict(unet)
         if avq_first:
             apply_avq(unet, every_key, route="always")
         change(unet)
-        output = kind.predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
+        output = predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
         assert kinds(unet) == {"AVQ"}
-        assert is_close(output, kind.predict(remove_avq(unet)))
+        assert is_close(output, predict(remove_avq(unet)))
         assert differ(output, before)
 
     def test_changes_by_distillation_are_added(self):
@@ -176,16 +178,16 @@ class TestFusedProjections:
         assert kinds(fused) == {"AVQ"}
         assert is_close(output, predict(apply_avq(tiny_unet(), codebooks, route="always")))
 
-    @torch.no_grad()
     def test_compiled(self):
-        unet, inputs = traced_unet(), (torch.ones(1, 4, 16, 16), 10, torch.ones(1, 5, 32))
+        unet = traced_unet()
         unet.fuse_qkv_projections()
         blur(unet)
-        exact = unet(*inputs).sample
+        exact = predict(unet)
         torch.compiler.reset()
-        compiled = torch.compile(unet, backend="eager", fullgraph=True)
-        apply_avq(compiled, AVQConfig(**EVERY_KEY), route="always")
-        assert is_close(compiled(*inputs).sample, exact)
+        for layer in select_layers(apply_avq(unet, AVQConfig(**EVERY_KEY), route="always")):
+            layer.caller.compile(backend="eager", fullgraph=True)
+        assert is_close(predict(unet), exact)
+        assert kinds(unet) == set()  # compiled calls are not counted
 
 
 def heat(unet):
@@ -198,23 +200,24 @@ def heat(unet):
 class TestScale:
     """AVQ follows `attn.scale` where the processor that it replaced does."""
 
-    @pytest.mark.parametrize("avq_first", [False, True])
     @pytest.mark.parametrize(
-        ("processor", "follows"),
+        ("processor", "follows", "avq_first"),
         [
-            (AttnProcessor(), True),
-            (SlicedAttnProcessor(1), True),
-            (CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False), True),
-            (AttnProcessor2_0(), False),
-            (FusedAttnProcessor2_0(), False),
+            (AttnProcessor(), True, False),
+            (AttnProcessor(), True, True),
+            (SlicedAttnProcessor(1), True, True),
+            (CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False), True, True),
+            (AttnProcessor2_0(), False, False),
+            (FusedAttnProcessor2_0(), False, True),
         ],
         ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
     )
-    def test_it_changed(self, unet, processor, follows, avq_first):
+    def test_it_changed(self, processor, follows, avq_first):
+        unet = traced_unet()
         if isinstance(processor, FusedAttnProcessor2_0):
             unet.fuse_qkv_projections()
         unet.set_attn_processor(processor)
-        before, every_key = predict(unet), AVQConfig(**EVERY_KEY, query_tile=16, levels=(0, 1))
+        before, every_key = predict(unet), AVQConfig(**EVERY_KEY, query_tile=16)
         if avq_first:
             apply_avq(unet, every_key, route="always")
         heat(unet)
@@ -272,7 +275,7 @@ class TestInterception:
 class TestModularGuiders:
     """They hook blocks for one of the calls of a step, after AVQ was applied."""
 
-    FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.1", "up_blocks.0.attentions.1")
+    FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.0", "up_blocks.0.attentions.1")
 
     def skips(self):
         what = {"skip_attention": True, "skip_attention_scores": False, "skip_ff": False}
@@ -287,7 +290,7 @@ class TestModularGuiders:
 
     def predictions(self, codebooks, inputs=()):
         """Inputs and outputs of the UNet in each call, those of `inputs` if any, and the UNet."""
-        pipe = sdxl_pipe()
+        pipe = sdxl_pipe(sdxl_unet(transformer_layers_per_block=1))
         modular = StableDiffusionXLAutoBlocks().init_pipeline()
         modular.update_components(
             **{name: part for name, part in pipe.components.items() if part is not None},
@@ -305,16 +308,14 @@ class TestModularGuiders:
 
         pipe.unet.register_forward_pre_hook(pre_forward, with_kwargs=True)
         pipe.unet.register_forward_hook(lambda unet, args, output: outputs.append(output[0]))
-        options = {
-            "num_inference_steps": 3
-        }  # guiders begin after the first and end before the last
-        options |= {"height": 128, "width": 128, "output_type": "latent"}
+        # Guiders begin after the first step and end before the last.
+        options = {"num_inference_steps": 3, "height": 128, "width": 128, "output_type": "latent"}
         modular(prompt="a red fox", generator=torch.Generator().manual_seed(0), **options)
         return seen, outputs, pipe.unet
 
     def test_calls_that_it_changes(self):
         """They predict what they predict with AVQ on the other layers only."""
-        unet = sdxl_unet()
+        unet = sdxl_unet(transformer_layers_per_block=1)
         codebooks = random_codebooks(unet, AVQConfig.parse("M4P2C2", query_tile=16, levels=(1, 2)))
         names = [f"{name}.transformer_blocks.0.attn1" for name in self.FQNS]
         inputs, outputs, unet = self.predictions(codebooks)

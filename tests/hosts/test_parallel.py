@@ -1,7 +1,7 @@
 """AVQ in models that several real processes share, on gloo.
 
-Each case runs in all ranks of a process group at once. Every rank writes the outcomes by case, as
-they come. In the last case of two ranks, one dies.
+Each case runs in both ranks of a process group at once. Each rank writes the outcomes by case, as
+they come. In the last case, one dies.
 """
 
 import datetime
@@ -54,15 +54,13 @@ FAR = 1e-3  # AVQ differs from exact attention by more
 CONFIG = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,))
 BY_ERROR = AVQConfig.parse("M16C8T1e0", query_tile=16, levels=(0,))
 KIND = {kind.name: kind for kind in KINDS}
-CASES: dict[int, dict[str, Callable[[], None]]] = {2: {}, 3: {}}
+CASES: dict[str, Callable[[], None]] = {}
+WORLD = 2
 
 
-def case(world: int) -> Callable:
-    def keep(check: Callable[[], None]) -> Callable[[], None]:
-        CASES[world][check.__name__] = check
-        return check
-
-    return keep
+def case(check: Callable[[], None]) -> Callable[[], None]:
+    CASES[check.__name__] = check
+    return check
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -78,7 +76,7 @@ def ulysses(model, **options):
     blocks = {name for name, _ in model.named_modules()}
     # Helios' plan names the blocks of its full size.
     plan = {name: x for name, x in model._cp_plan.items() if "*" in name or name in blocks}
-    config = ContextParallelConfig(ulysses_degree=dist.get_world_size(), **options)
+    config = ContextParallelConfig(ulysses_degree=WORLD, **options)
     enable_parallelism(model, config, cp_plan=plan)
     return model
 
@@ -113,10 +111,10 @@ def same_as_one(name: str, **overrides) -> None:
 
 FAMILIES = {name: {} for name in ("Flux", "Flux2", "Qwen-Image", "Wan", "ChronoEdit", "Helios")}
 FAMILIES |= {"MiniMaxH3": {}, "LTX": {"encoder_attention_mask": None}}
-CASES[2] |= {name: partial(same_as_one, name, **options) for name, options in FAMILIES.items()}
+CASES |= {name: partial(same_as_one, name, **options) for name, options in FAMILIES.items()}
 
 
-@case(2)
+@case
 def the_tokens_are_found() -> None:
     """Catches a check that would pass with text and image in one piece each."""
     kind = KIND["Flux"]
@@ -131,9 +129,9 @@ def the_tokens_are_found() -> None:
     assert off(kind.predict(model), alone) < CLOSE
 
 
-@case(3)
+@case
 def sizes_that_do_not_divide() -> None:
-    """77 tokens of the grid, 25 of the text and 5 heads over 3 ranks.
+    """77 tokens of the grid, 25 of the text and 5 heads.
 
     Without padding: diffusers joins masks of several sizes wrongly.
     """
@@ -147,28 +145,18 @@ def sizes_that_do_not_divide() -> None:
         assert off(alone, exact) > FAR
         # gloo cannot gather outputs of several sizes.
         plan = {name: x for name, x in model._cp_plan.items() if name != "proj_out"}
-        config = ContextParallelConfig(ulysses_degree=3, ulysses_anything=True)
+        config = ContextParallelConfig(ulysses_degree=WORLD, ulysses_anything=True)
         enable_parallelism(model, config, cp_plan=plan)
-        assert off(model(**given)[0], alone.tensor_split(3, dim=1)[rank]) < CLOSE
+        assert off(model(**given)[0], alone.tensor_split(WORLD, dim=1)[rank]) < CLOSE
         assert calls(model) == [{"AVQ": 2}] * 2
         with avq_disabled(model):
-            assert off(model(**given)[0], exact.tensor_split(3, dim=1)[rank]) < CLOSE
-
-
-@case(3)
-def joined_orders() -> None:
-    """Text, image, text, image, text, image of 2 and 4 tokens."""
-    order = state.joined_order(2, 4, True, 3, torch.device("cpu"))
-    assert order.tokens.tolist() == [0, 2, 3, 1, 4, 5]
-    assert order.indices[order.tokens].tolist() == [*range(6)]
-    order = state.joined_order(2, 4, False, 3, torch.device("cpu"))
-    assert order.tokens.tolist() == [0, 1, 4, 2, 5, 3]
+            assert off(model(**given)[0], exact.tensor_split(WORLD, dim=1)[rank]) < CLOSE
 
 
 # Options
 
 
-@case(2)
+@case
 def schedules() -> None:
     kind = KIND["Wan"]
     model = avq(kind.make(), BY_ERROR)
@@ -181,7 +169,7 @@ def schedules() -> None:
     assert calls(model) == [{"scheduled": 2, "AVQ": 4}] * 2
 
 
-@case(2)
+@case
 def gradients() -> None:
     """Of this rank's tokens, which add up to those of one process."""
     kind = KIND["Flux"]
@@ -204,7 +192,7 @@ def gradients() -> None:
     assert off(exact, alone) > FAR
 
 
-@case(2)
+@case
 def checkpoints() -> None:
     kind = KIND["Qwen-Image"]
     model = ulysses(avq(kind.make()))
@@ -216,7 +204,7 @@ def checkpoints() -> None:
     assert torch.equal(model.img_in.weight.grad, expected)
 
 
-@case(2)
+@case
 def a_compiled_block() -> None:
     kind = KIND["Wan"]
     model = ulysses(avq(kind.make()))
@@ -246,7 +234,7 @@ def unequal_ranks():
     routing._table.cache_clear()
 
 
-@case(2)
+@case
 def routes() -> None:
     """The first rank measures the heads that a rank has."""
     kind = KIND["Wan"]
@@ -261,7 +249,7 @@ def routes() -> None:
     assert columns[0] == columns[1]
 
 
-@case(2)
+@case
 def verdicts() -> None:
     """A GPU that the first rank finds wrong runs no kernels in any."""
     kind, device = KIND["Wan"], torch.device("cpu")
@@ -274,7 +262,7 @@ def verdicts() -> None:
     assert calls(model) == [{"the kernels are wrong on this GPU": 1}] * 2
 
 
-@case(2)
+@case
 def tolerances() -> None:
     """The first rank's times and cache choose for all."""
     pipe = flux_pipe(transformer=flux_transformer(in_channels=16, num_single_layers=0))
@@ -321,7 +309,7 @@ def with_ring(query, key, value, *others, _parallel_config=None, **options):
     )
 
 
-@case(2)
+@case
 def ring_attention_is_exact() -> None:
     kind = KIND["Flux"]
     model = kind.make()
@@ -352,10 +340,10 @@ def same_as_one_with_tensors_split(name: str) -> None:
 
 
 SPLIT = ("Flux", "Flux2", "Qwen-Image")
-CASES[2] |= {f"tensors of {x}": partial(same_as_one_with_tensors_split, x) for x in SPLIT}
+CASES |= {f"tensors of {x}": partial(same_as_one_with_tensors_split, x) for x in SPLIT}
 
 
-@case(2)
+@case
 def sharded_parameters() -> None:
     """Also of a model whose tokens are split."""
     kind = KIND["Flux"]
@@ -369,7 +357,7 @@ def sharded_parameters() -> None:
     assert calls(model) == [{"AVQ": 2}] * 3
 
 
-@case(2)
+@case
 def guidance_in_two_processes() -> None:
     """One has the prompt, the other the negative prompt."""
     kind, rank = KIND["Wan"], dist.get_rank()
@@ -380,7 +368,7 @@ def guidance_in_two_processes() -> None:
     assert off(kind.predict(model, **half), alone[rank : rank + 1]) < CLOSE
 
 
-@case(2)
+@case
 def the_script_of_the_guide() -> None:
     """On a tiny model, in the group that there is."""
     (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
@@ -405,7 +393,7 @@ def the_script_of_the_guide() -> None:
     assert images[0] == images[1]
 
 
-@case(2)
+@case
 def a_rank_dies() -> None:
     """The other one gets an error in time, and its model is whole."""
     kind = KIND["Wan"]
@@ -423,13 +411,12 @@ def a_rank_dies() -> None:
 
 def main() -> None:
     """In each rank, whose folder is the argument."""
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    path = Path(sys.argv[1]) / f"{rank} of {world}"
+    path = Path(sys.argv[1]) / os.environ["RANK"]
     os.environ["XDG_CACHE_HOME"] = str(path)  # as on machines of their own
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
     routing.MEASURED = ("cuda",)
     outcomes: dict[str, str] = {}
-    for name, check in CASES[int(world)].items():
+    for name, check in CASES.items():
         outcomes[name] = "died"
         path.with_suffix(".json").write_text(json.dumps(outcomes))
         try:
@@ -442,7 +429,7 @@ def main() -> None:
             return  # the ranks no longer run the same calls
 
 
-# The groups
+# The group
 
 feature = pytest.mark.feature
 FEATURES = {
@@ -453,37 +440,41 @@ FEATURES = {
     "ring_attention_is_exact": "ring attention (runs exact)",
     "sharded_parameters": "FSDP and Ulysses",
     "guidance_in_two_processes": "guidance in two processes",
-    **{name: "Ulysses" for name, check in CASES[2].items() if name[0].isupper()},
-    **{name: "tensor parallelism" for name in CASES[2] if name.startswith("tensors")},
+    **{name: "Ulysses" for name in CASES if name[0].isupper()},
+    **{name: "tensor parallelism" for name in CASES if name.startswith("tensors")},
 }
 DIES = "a_rank_dies"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[int, list[dict[str, str]]]:
-    """By number of ranks, the outcomes of each rank by case; all groups run at once."""
+def outcomes(tmp_path_factory) -> list[dict[str, str]]:
+    """The outcomes of each rank by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    groups = [start_ranks("hosts.test_parallel:main", world, [folder]) for world in CASES]
-    printed = [command.finish()[1] for commands in groups for command in commands]
-    found = {x: [folder / f"{rank} of {x}.json" for rank in range(x)] for x in CASES}
-    assert all(path.is_file() for paths in found.values() for path in paths), printed
-    return {x: [json.loads(path.read_text()) for path in paths] for x, paths in found.items()}
+    commands = start_ranks("hosts.test_parallel:main", WORLD, [folder])
+    printed = [command.finish()[1] for command in commands]
+    paths = [folder / f"{rank}.json" for rank in range(WORLD)]
+    assert all(path.is_file() for path in paths), printed
+    return [json.loads(path.read_text()) for path in paths]
 
 
 @pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, marks=feature(FEATURES[name]) if name in FEATURES else ())
-        for world, cases in CASES.items()
-        for name in cases
-    ],
+    "name", [pytest.param(x, marks=feature(FEATURES[x]) if x in FEATURES else ()) for x in CASES]
 )
-def test_ranks(outcomes, world, name):
-    found = [of_rank.get(name, "an earlier case failed") for of_rank in outcomes[world]]
-    expected = ["passed"] * world
+def test_ranks(outcomes, name):
+    found = [of_rank.get(name, "an earlier case failed") for of_rank in outcomes]
+    expected = ["passed"] * WORLD
     if name == DIES:
         expected[1] = "died"
     assert found == expected, "\n".join(found)
+
+
+def test_joined_orders():
+    """Text, image, text, image, text, image of 2 and 4 tokens."""
+    order = state.joined_order(2, 4, True, 3, torch.device("cpu"))
+    assert order.tokens.tolist() == [0, 2, 3, 1, 4, 5]
+    assert order.indices[order.tokens].tolist() == [*range(6)]
+    order = state.joined_order(2, 4, False, 3, torch.device("cpu"))
+    assert order.tokens.tolist() == [0, 1, 4, 2, 5, 3]
 
 
 def test_the_command_of_the_guide(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from checks import check_on_and_off, differ, kinds, runs
+from checks import check_on_and_off, differ, draw_once, kinds, runs
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from tiny import (
@@ -203,7 +203,7 @@ def test_controlnet_from_a_unet_with_avq(unet, codebooks):
     assert {type(p) for p in net.attn_processors.values()} == {AttnProcessor2_0}
     pipe = tiny_pipe(remove_avq(unet), CONTROLNET, controlnet=net)
     exact, _ = check_on_and_off(pipe, codebooks, **RUN)
-    assert differ(exact, draw(tiny_pipe(unet)))
+    assert differ(exact, draw_once(tiny_pipe(unet)))
 
 
 @feature("AVQ inside the ControlNet")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from PIL import Image
 from tiny import LAYER, LORA, draw, random_codebooks, tiny_pipe, tiny_unet, two_level_pipe
 from tiny_transformers import predict, sd3_transformer, wan_transformer
@@ -80,7 +79,7 @@ PROMPTED = {"prompt": [PROMPT]}
 LEVELS = AVQConfig.parse("M4C2T1e-4", query_tile=16, levels=(0, 1))
 
 
-UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
+UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 64, "width": 64}, LEVELS)
 WAN22 = Kind(Wan22, Wan22.__call__, PROMPTED, QUIET)
 VISION = Kind(tiny_vision, features, {"pixel_values": (images(), -2 * images()[:1])}, QUIET)
 
@@ -278,8 +277,9 @@ class TestWithin:
             assert "times as fast" in of_timed
             assert "times" not in of_counted
 
-    def test_plot(self, tmp_path):
+    def test_plot(self, tmp_path, monkeypatch):
         """Catches a curve that fails where some plan has no error."""
+        monkeypatch.setattr(allocation, "PER_DECADE", 3)
         profile = profile_with(law(0.0), {})
         profile.plot(tmp_path / "curve.png")
         profile_with(law(0.01), law(0.04)).plot(tmp_path / "curve.png")
@@ -344,7 +344,7 @@ class TestApply:
     def test_a_model_is_measured_once(self, monkeypatch, tmp_path):
         """Catches a second measurement, the profile of another model, size, prompt or noise
         schedule, and a measurement that is lost because it cannot be kept."""
-        run = UNET.run | {"num_inference_steps": 1, "height": 64, "width": 64}
+        run = UNET.run | {"num_inference_steps": 1}
 
         def apply(pipe, forbidden=False, **arguments):
             with monkeypatch.context() as patch:
@@ -493,24 +493,11 @@ class TestKey:
             assert key_of(pipe) is None
         assert key_of(TRANSFORMER()) != key_of(VIT())
 
-    def test_a_locked_folder(self, monkeypatch, tmp_path):
-        """Is waited for briefly; then nothing is kept."""
-        monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
-        monkeypatch.setattr(kept_profiles, "PATIENCE", 0.1)
-        kept = kept_profiles.KeptProfile(PIPE(), models_of(PIPE()), None, {})
-        kept.folder.mkdir(parents=True)
-        with FileLock(kept.folder / "profiles.lock"):
-            kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
-        layers = select_layers(PIPE().unet, CONFIG.levels)
-        assert kept.load(layers, [PROMPT]) is None
-        kept.save(profile_of(PIPE(), {1000: AVQ}), [PROMPT])
-        assert kept.load(layers, [PROMPT]) is not None
-
     @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):
         """One without a layer, or with effects that no longer hold, is measured again."""
         monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
-        pipe, run = two_level_pipe(), UNET.run | {"height": 64, "width": 64}
+        pipe, run = two_level_pipe(), UNET.run | {"num_inference_steps": 1}
         arguments = {"tolerance": 1e-4, "prompt": PROMPT} | run
         first = summary(apply_avq(pipe, LEVELS, **arguments))
         kept = kept_profiles.KeptProfile(pipe, models_of(pipe), LEVELS, run)

@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from accelerate import cpu_offload
 from checks import kinds
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
-from tiny import LAYER, LORA, predict, random_changes, random_codebooks, small_unet, tuned_codebooks
+from tiny import (
+    LAYER,
+    LORA,
+    predict,
+    random_changes,
+    random_codebooks,
+    traced_unet,
+    tuned_codebooks,
+)
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -108,13 +116,13 @@ CHANGED_IN_CALLS = {
 
 
 def tuned_unet():
-    unet = small_unet()
+    unet = traced_unet()
     return apply_avq(unet, tuned_codebooks(unet, CONFIG))
 
 
 def baked_unet():
     """With the changes in its weights."""
-    unet = small_unet()
+    unet = traced_unet()
     for name, changes in random_changes(unet, CONFIG).items():
         for path, change in changes.items():
             unet.get_submodule(name).get_parameter(path).data += change
@@ -193,9 +201,9 @@ class TestApplied:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
     def test_dtypes(self, dtype):
         """Catches a cast that is missed, or made from an earlier cast: 16 bits and back."""
-        unet = small_unet()
+        unet = traced_unet()
         config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,), key_norm=True)
-        tuned, weights = tuned_codebooks(unet, config), small_unet().state_dict()
+        tuned, weights = tuned_codebooks(unet, config), traced_unet().state_dict()
         exact, expected = predict(unet), predict(apply_avq(unet, tuned))
         unet.to(dtype)
         block = unet.down_blocks[0].attentions[0]
@@ -218,7 +226,10 @@ class TestTraining:
     @pytest.mark.parametrize("checkpointed", [False, True])
     def test_gradients(self, checkpointed):
         """Catches gradients cut at attention, and weights of the UNet that are not trained."""
-        unet, config = (small_unet().train(), AVQConfig.parse("M4P2C2", levels=(0,), key_norm=True))
+        unet, config = (
+            traced_unet().train(),
+            AVQConfig.parse("M4P2C2", levels=(0,), key_norm=True),
+        )
         if checkpointed:
             unet.enable_gradient_checkpointing()
         tuned = tuned_codebooks(unet, config).requires_grad_()

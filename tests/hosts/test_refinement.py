@@ -116,31 +116,30 @@ class TestErrors:
             set_threshold(avq_unet, threshold)
         assert str(summary(avq_unet)) == own
 
-    @pytest.mark.parametrize(
-        ("num_refined", "error", "message"),
-        [
-            (5, ValueError, r"between 0 and 4 in down_blocks\.1.*, but got 5"),
-            (-1, ValueError, r"between 0 and 8 in down_blocks\.0.*, but got -1"),
-            (1.0, TypeError, "num_refined must be an int or 'exact', but got float"),
-            ({1000: "dense"}, TypeError, "num_refined must be an int or 'exact', but got str"),
-            ({400: 1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 1\}"),
-            ({1001: 1, 1000: 2}, ValueError, "must begin at timestep 1000"),
-            ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and have none below 0"),
-            ({}, ValueError, r"must begin at timestep 1000 .*, but got \{\}"),
-            ({1000: 1, 10.5: 2}, TypeError, "must have ints as timesteps, but got float"),
-            ({1000: 1, "up_blocks": 2}, TypeError, "must have ints as timesteps, but got str"),
-            ({"up_blocks": 1, "mid": 2}, ValueError, "no AVQ layer is 'mid' or in it; the"),
-            ({"up_blocks": 1, "down_blocks": {1000: 9}}, ValueError, "0 and 8 in .* but got 9"),
-        ],
+    VALUES = (
+        (5, ValueError, r"between 0 and 4 in down_blocks\.1.*, but got 5"),
+        (-1, ValueError, r"between 0 and 8 in down_blocks\.0.*, but got -1"),
+        (1.0, TypeError, "num_refined must be an int or 'exact', but got float"),
+        ({1000: "dense"}, TypeError, "num_refined must be an int or 'exact', but got str"),
+        ({400: 1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 1\}"),
+        ({1001: 1, 1000: 2}, ValueError, "must begin at timestep 1000"),
+        ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and have none below 0"),
+        ({}, ValueError, r"must begin at timestep 1000 .*, but got \{\}"),
+        ({1000: 1, 10.5: 2}, TypeError, "must have ints as timesteps, but got float"),
+        ({1000: 1, "up_blocks": 2}, TypeError, "must have ints as timesteps, but got str"),
+        ({"up_blocks": 1, "mid": 2}, ValueError, "no AVQ layer is 'mid' or in it; the"),
+        ({"up_blocks": 1, "down_blocks": {1000: 9}}, ValueError, "0 and 8 in .* but got 9"),
     )
-    def test_values(self, unet, num_refined, error, message):
+
+    def test_values(self, unet):
         """Catches layers changed before the one that cannot refine so many was reached."""
         config = AVQConfig.parse("M8P2C2", levels=(0, 1), overrides={"1": {"num_parents": 4}})
         set_num_refined(apply_avq(unet, random_codebooks(unet, config)), SCHEDULE, level=1)
         before = str(summary(unet))
-        with pytest.raises(error, match=message):
-            set_num_refined(unet, num_refined)
-        assert str(summary(unet)) == before
+        for num_refined, error, message in self.VALUES:
+            with pytest.raises(error, match=message):
+                set_num_refined(unet, num_refined)
+            assert str(summary(unet)) == before
         set_num_refined(unet, 8, level=0)
 
     def test_names(self, avq_unet):

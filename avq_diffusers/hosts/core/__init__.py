@@ -39,9 +39,7 @@ from avq_diffusers.hosts.core.schedules import (
     EXACT,
     Plan,
     Schedule,
-    SpecSchedule,
     planned_specs,
-    schedules_of,
     set_specs,
 )
 from avq_diffusers.hosts.core.sources import (
@@ -60,6 +58,7 @@ from avq_diffusers.hosts.core.state import (
     Grid,
     LayerState,
     PerThread,
+    SpecSchedule,
     Tokens,
     as_attended,
     disabled,

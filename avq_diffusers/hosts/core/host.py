@@ -77,6 +77,9 @@ class Host(ABC):
     def refuse(self, model: nn.Module) -> None:  # noqa: B027 (most kinds refuse nothing)
         """Raise a ValueError, which says what to do, if a model's state rules out AVQ."""
 
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027 (most kinds have no processors)
+        """Apply the AVQ that a user has set on a model's layers by hand."""
+
     def ranks(self, model: nn.Module) -> Ranks | None:
         """The ranks that run a model together; None if it runs in one process."""
         return None

@@ -1,19 +1,19 @@
 """What each layer runs, by timestep: a threshold, refined parents, or exact attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from avq_diffusers.config import Spec, is_within
+from avq_diffusers.config import is_within
 from avq_diffusers.hosts.core.host import Hosted
-from avq_diffusers.hosts.core.installing import CHANGES, Hooks, hooks_of
+from avq_diffusers.hosts.core.installing import CHANGES, hooks_of
 from avq_diffusers.hosts.core.layers import ATTRIBUTE, LayerSpec
-from avq_diffusers.hosts.core.state import LayerState
-from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep
+from avq_diffusers.hosts.core.state import LayerState, SpecSchedule
+from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
 EXACT = "exact"
 # What sets the resolution, and the numbers it may be.
@@ -24,8 +24,6 @@ NUMBERS: dict[str, tuple[tuple[type, ...], str]] = {
 # Training timestep from which an entry holds, downwards -> one of these numbers, or `EXACT`.
 Schedule = Mapping[int, float | str]
 Plan = Mapping[str, float | str | Schedule]
-# The same with all options; None is exact attention.
-SpecSchedule = Mapping[int, Spec | None]
 
 
 def planned_specs(
@@ -85,39 +83,30 @@ def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> N
         hosted: the model.
         schedules: of its layers; those of other models are left out.
     """
-    own = {state: schedules[state] for state in hosted.states.values() if state in schedules}
-    if hosted.timesteps is None and any(len(schedule) > 1 for schedule in own.values()):
+    states, timesteps = [*hosted.states.values()], hosted.timesteps
+    own = {state: schedules[state] for state in states if state in schedules}
+    if timesteps is None and any(len(schedule) > 1 for schedule in own.values()):
         raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
     with CHANGES:
-        every = {**schedules_of(hosted), **own}
         for state, schedule in own.items():
-            state.set_spec(schedule[NUM_TRAIN_TIMESTEPS])
-        if hosted.timesteps is None:
+            state.set_schedule(schedule)
+        if timesteps is None:
             return
-        scheduled = {state: schedule for state, schedule in every.items() if len(schedule) > 1}
+        scheduled = [state for state in states if len(state.schedule) > 1]
         hooks = hooks_of(hosted.model)
         hooks.detach()
-        hooks.scheduler = Scheduler(hosted, scheduled) if scheduled else None
+        hooks.scheduler = Scheduler(hosted.entrance, timesteps, scheduled) if scheduled else None
         hooks.attach(hosted.model)
         if hooks.scheduler is None and hooks.watch is None:
             delattr(hosted.model, ATTRIBUTE)
 
 
-def schedules_of(hosted: Hosted) -> dict[LayerState, SpecSchedule]:
-    """The schedules of the layers whose options change during generation."""
-    hooks = vars(hosted.model).get(ATTRIBUTE)
-    scheduler = hooks.scheduler if isinstance(hooks, Hooks) else None
-    return {} if scheduler is None else scheduler.schedules
-
-
-class Scheduler:
+class Scheduler(NamedTuple):
     """The hook that sets the options of scheduled layers at each call of the model."""
 
-    def __init__(self, hosted: Hosted, schedules: dict[LayerState, SpecSchedule]) -> None:
-        assert hosted.timesteps is not None
-        self.entrance = hosted.entrance
-        self.schedules = schedules
-        self.timesteps = hosted.timesteps
+    entrance: nn.Module
+    timesteps: Timesteps
+    states: Sequence[LayerState]
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         return [self.entrance.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
@@ -130,8 +119,8 @@ class Scheduler:
             )
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
-            for state, schedule in self.schedules.items():
-                state.spec.set(at_timestep(schedule, timestep))
+            for state in self.states:
+                state.spec.set(at_timestep(state.schedule, timestep))
 
 
 def _schedule(option: str, value: float | str | Schedule) -> dict[int, Any]:

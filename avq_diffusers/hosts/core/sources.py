@@ -1,7 +1,7 @@
 """Where AVQ takes its codewords from, and the layer states built from that."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -19,9 +19,6 @@ class StoredSource(Protocol):
 
     def check_layers(self, layers: Sequence[LayerSpec]) -> None:
         """Refuse layers of another model."""
-
-    def layer_config(self, name: str) -> AVQConfig:
-        """A layer's configuration."""
 
     def layer_weights(self, name: str) -> LayerWeights:
         """A layer's codebook, key norm and projection changes."""
@@ -82,14 +79,8 @@ def make_states(
     """New states for the layers that `source` chooses."""
     if isinstance(source, StoredSource):
         config = source.avq_config
-        chosen = chosen_layers(layers, config.levels, config.exact, ())
-        source.check_layers(chosen)
-        return {
-            x: LayerState(
-                x, source.layer_config(x.name), source.layer_weights(x.name), backend, route
-            )
-            for x in chosen
-        }
+        source.check_layers(chosen_layers(layers, config.levels, config.exact, ()))
+        return states_of_config(layers, config, backend, route, source.layer_weights)
     for name, needs in (
         ('codewords="stored"', source.codewords == "stored"),
         ("key_norm", source.key_norm),
@@ -100,11 +91,15 @@ def make_states(
 
 
 def states_of_config(
-    layers: Sequence[Layer], config: AVQConfig, backend: str = "auto", route: str | int = "always"
+    layers: Sequence[Layer],
+    config: AVQConfig,
+    backend: str = "auto",
+    route: str | int = "always",
+    weights_of: Callable[[str], LayerWeights] = lambda name: LayerWeights(),
 ) -> dict[Layer, LayerState]:
-    """New states for the layers of a configuration, without codebooks."""
+    """New states for the layers of a configuration, without codebooks unless given by name."""
     chosen = chosen_layers(layers, config.levels, config.exact, config.overrides)
     return {
-        x: LayerState(x, config.for_layer(x.name, x.level), LayerWeights(), backend, route)
+        x: LayerState(x, config.for_layer(x.name, x.level), weights_of(x.name), backend, route)
         for x in chosen
     }

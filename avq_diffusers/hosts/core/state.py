@@ -32,6 +32,7 @@ from avq_diffusers.hosts.core.routing import (
     is_recorded,
     next_power_of_two,
 )
+from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS
 from avq_diffusers.hosts.core.weights import LayerWeights
 
 AVQ_CALL = "AVQ"
@@ -46,6 +47,8 @@ Value = TypeVar("Value")
 Grid: TypeAlias = tuple[int, ...] | str
 # Computes a call. `attend` is one.
 AttentionFunction: TypeAlias = Callable[[Tensors, Spec, str], Attended]
+# Training timestep from which options hold, downwards -> the options; None is exact attention.
+SpecSchedule: TypeAlias = Mapping[int, Spec | None]
 
 
 class Tokens(NamedTuple):
@@ -139,6 +142,7 @@ class LayerState:
 
     Attributes:
         previous: the layer's attention before AVQ, for calls that AVQ does not serve.
+        schedule: the options by timestep, of which most layers have one.
         spec: options of the next call; None runs exact attention.
         allocation: the allocation that the options belong to; None if no tolerance chose them.
         enabled: whether the next call runs AVQ; False inside `avq_disabled`.
@@ -171,6 +175,7 @@ class LayerState:
         self.backend = backend
         self.num_heads = layer.num_heads
         self.head_dim = layer.head_dim
+        self.schedule: SpecSchedule = {NUM_TRAIN_TIMESTEPS: config.spec}
         self.spec: PerThread[Spec | None] = PerThread(config.spec)
         self.allocation: Any = None
         self.enabled = True
@@ -190,10 +195,11 @@ class LayerState:
         # A copy never sees the end of an `avq_disabled` block that is open here.
         return {**self.__dict__, "enabled": True, "num_disabling": 0}
 
-    def set_spec(self, spec: Spec | None) -> None:
+    def set_schedule(self, schedule: SpecSchedule) -> None:
         """Set other options, or exact attention, in all threads."""
+        self.schedule = schedule
         # A new object: threads hold values of the old one.
-        self.spec = PerThread(spec)
+        self.spec = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
         self.calls, self.last_call = Counter(), None
         self.shown, self.needed = None, Needed()
         self.allocation = self.route.chosen_at = None
@@ -275,13 +281,6 @@ class LayerState:
             )
         return call
 
-    def off_because(self) -> str | None:
-        """Why no call of the layer can run AVQ now; None if one can."""
-        call = self.present_call()
-        if call is None:
-            return OUTSIDE
-        return call.exact_because or self.interception()
-
     def interception(self) -> str | None:
         """What acts on attention scores and would bypass AVQ; None if nothing does."""
         return score_interception() or backend_interception(self.usual_backend)
@@ -302,14 +301,15 @@ class LayerState:
             hidden_states: batch first, in the dtype of the attention.
             own: reasons specific to the kind of model, each after whether it applies.
         """
-        reason = self.off_because()
+        call = self.present_call()
+        if call is None:
+            return OUTSIDE
+        reason = call.exact_because or self.interception()
         if reason is not None:
             return reason
         for holds, why in own:
             if holds:
                 return why
-        call = self.call.get()
-        assert call is not None
         if call.query_order is None or call.query_order.shape[0] != num_tokens:
             return "tokens are not the grid"
         if faults and self.backend == "auto" and (hidden_states.device,) in faults:

@@ -7,7 +7,6 @@ Samplers that pass a UNet other numbers are refused: EDM passes the log of the n
 fraction.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers.hosts.core.arguments import named_arguments
+from avq_diffusers.hosts.core.reading import read_once
 
 NUM_TRAIN_TIMESTEPS = 1000
 DIGITS = 2  # kept of a timestep: fractions in float32 are off by up to 1e-4
@@ -49,26 +49,18 @@ class TimestepArgument(NamedTuple):
 TIMESTEP = TimestepArgument()
 
 
-class Timesteps(threading.local):
+class Timesteps(NamedTuple):
     """Reads the timesteps of a model's calls from the device.
 
-    Views of a scheduler's timesteps are read once per image instead of once per call. Each thread
-    and each copy reads its own.
+    Views of a scheduler's timesteps are read once per image instead of once per call.
 
-    Args:
+    Attributes:
         model: the model's class.
         argument: the argument that tells the timestep.
     """
 
-    def __init__(self, model: type[nn.Module], argument: TimestepArgument) -> None:
-        self.model = model
-        self.argument = argument
-        self.table: Tensor | None = None
-        self.version: tuple[int, int] | None = None
-        self.values: list[float] = []
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Timesteps, (self.model, self.argument)
+    model: type[nn.Module]
+    argument: TimestepArgument
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The timestep among a model's arguments, as a number.
@@ -102,15 +94,15 @@ class Timesteps(threading.local):
         """The timestep that a view of one number tells, mostly of a scheduler's timesteps."""
         size = timestep.untyped_storage().nbytes() // timestep.element_size()
         table = timestep.as_strided((size,), (1,), 0)
-        # Reading CPU memory is free, and NumPy changes it without a new version.
-        is_read_each_time = table.is_inference() or table.device.type == "cpu"
-        version = None if is_read_each_time else (table.data_ptr(), table._version)
-        if version is None or version != self.version:
+
+        def read() -> list[float]:
             values = [round(self.argument.timestep(told), DIGITS) for told in table.tolist()]
-            self.values = _training_timesteps(values)
-            # Kept alive so that no other tensor reuses its address.
-            self.table, self.version = table, version
-        return self.values[timestep.storage_offset()]
+            return _training_timesteps(values)
+
+        # Reading CPU memory is free, and NumPy changes it without a new version.
+        is_read_each_time = table.device.type == "cpu"
+        values = read() if is_read_each_time else read_once(table, read, self.argument)
+        return values[timestep.storage_offset()]
 
 
 def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:

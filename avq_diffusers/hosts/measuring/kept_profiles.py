@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from PIL import Image
 from platformdirs import user_cache_path
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core import Hosted, LayerSpec, installed
 from avq_diffusers.hosts.measuring.profile import ErrorProfile
 
-# Seconds to wait for another process that writes a profile.
-PATIENCE = 5.0
 # Numbers per partial checksum.
 _CHUNK = 1 << 20
 # What every module has; its tensors, children and hooks are read separately.
@@ -87,14 +84,11 @@ class KeptProfile:
             return None
 
     def save(self, profile: ErrorProfile, examples: Any) -> None:
-        """Cache a profile, unless the folder is not writable or another process keeps it locked."""
+        """Cache a profile, unless the folder is not writable."""
         if self.name is None:
             return
         with suppress(OSError, _UnknownContentError):
-            path = self.folder / f"{self.name}-{_digest(examples)}.json"
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / "profiles.lock", timeout=PATIENCE):
-                profile.save(path)
+            profile.save(self.folder / f"{self.name}-{_digest(examples)}.json")
 
 
 class _UnknownContentError(ValueError):

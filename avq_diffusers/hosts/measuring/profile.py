@@ -245,7 +245,7 @@ class ErrorProfile:
         """
         text = json.dumps(asdict(self), indent=1)
         text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
-        with atomic_write(Path(path)) as temporary:
+        with atomic_write(Path(path), shared=True) as temporary:
             temporary.write_text(text + "\n")
 
     @classmethod

@@ -10,4 +10,4 @@ from avq_diffusers.hosts.models.registry import (
     select_layers,
     unet_of,
 )
-from avq_diffusers.hosts.models.unet import UNET, AVQProcessor, prepare
+from avq_diffusers.hosts.models.unet import AVQProcessor

@@ -239,7 +239,14 @@ def _attend(attention: _AttentionCall) -> Tensor | None:
     query, key, value, mask, *_, scale, _ = attention
     grid, call = _grid(state, key), state.call.get()
     joined = None if call is None else call.joined
-    reason = _exact_because(state, query, key, grid, attention.is_plain)
+    num_tokens, num_queries, num_keys = grid.stop - grid.start, query.shape[1], key.shape[1]
+    is_plain = attention.is_plain and query.shape[2] == key.shape[2]
+    own = (
+        (num_queries not in (num_keys, num_tokens), OTHER_KEYS),
+        (num_tokens > num_keys, "tokens are not the grid"),
+        (not is_plain, "causal, grouped or dropped keys"),
+    )
+    reason = state.exact_because(num_tokens, query, own)
     if reason is None and joined is not None:
         query, key, value = (x[:, joined.indices] for x in (query, key, value))
         if isinstance(mask, Tensor) and mask.shape[-1] == key.shape[1]:
@@ -288,26 +295,6 @@ def _groups(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     is_served = isinstance(mask, Tensor) and mask.ndim == 4 and not needs_grad
     return [] if is_served else None
-
-
-def _exact_because(
-    state: LayerState,
-    query: Tensor,
-    key: Tensor,
-    grid: slice,
-    is_plain: bool,
-) -> str | None:
-    """Why this call runs exact attention, apart from its mask; None if it runs AVQ."""
-    num_tokens, num_queries = grid.stop - grid.start, query.shape[1]
-    return state.exact_because(
-        num_tokens,
-        query,
-        (
-            (num_queries not in (key.shape[1], num_tokens), OTHER_KEYS),
-            (num_tokens > key.shape[1], "tokens are not the grid"),
-            (query.shape[2] != key.shape[2] or not is_plain, "causal, grouped or dropped keys"),
-        ),
-    )
 
 
 def _grid(state: LayerState, key: Tensor) -> slice:

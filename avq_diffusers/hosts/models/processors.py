@@ -1,6 +1,5 @@
 """Models of diffusers whose layers get an attention processor of ours in place of a plain one."""
 
-import inspect
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,12 +13,10 @@ class Previous(NamedTuple):
     """The processor of a layer before AVQ, which serves the calls that AVQ does not.
 
     Attributes:
-        takes_temb: whether it takes the embedding of the timestep.
         is_plain: whether its self-attention is exact attention.
     """
 
     processor: AttentionProcessor
-    takes_temb: bool
     is_plain: bool
 
 
@@ -39,9 +36,7 @@ class ProcessorHost(Host):
         """Whether a processor's self-attention is exact attention, which AVQ can take over."""
 
     def attention_of(self, attn: Attention) -> Previous:
-        processor: Any = attn.processor
-        takes_temb = "temb" in inspect.signature(processor.__call__).parameters
-        return Previous(processor, takes_temb, self.is_plain(processor))
+        return Previous(attn.processor, self.is_plain(attn.processor))
 
     def give_avq(self, attn: Attention, state: LayerState) -> None:
         if self.is_plain(attn.processor):

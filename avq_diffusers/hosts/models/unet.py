@@ -165,7 +165,6 @@ class AVQProcessor(AttnProcessor2_0):
             TypeError: this processor was set on the attention of a transformer.
             RuntimeError: no UNet was prepared for this processor.
         """
-        call = hidden_states, encoder_hidden_states, attention_mask
         state: LayerState | None = getattr(attn, ATTRIBUTE, None)
         is_prepared = state is not None and isinstance(state.previous, Previous)
         is_plain = encoder_hidden_states is None or getattr(attn, "is_cross_attention", False)
@@ -174,13 +173,22 @@ class AVQProcessor(AttnProcessor2_0):
         if state is None:
             if not self.is_prepared:
                 raise RuntimeError(UNPREPARED)
-            return super().__call__(attn, *call, temb)  # put back after AVQ was removed
+            # Put back after AVQ was removed.
+            call = hidden_states, encoder_hidden_states, attention_mask, temb
+            return super().__call__(attn, *call)
         if state.previous.is_plain:
-            reason = _exact_because(state, attn, *call)
+            own = (
+                (encoder_hidden_states is not None, "cross-attention"),
+                (attention_mask is not None, "attention mask"),
+                (_has_other_scores(attn), OTHER_SCORES),
+                (attn.norm_q is not None or attn.norm_k is not None, "query or key norm"),
+                (attn.residual_connection, "residual connection"),
+            )
+            reason = state.exact_because(hidden_states.shape[1], hidden_states, own)
             state.count(reason or AVQ_CALL)
             if reason is None:
                 return _attend(attn, state, hidden_states)
-        optional = {"temb": temb} if state.previous.takes_temb else {}
+        optional = {} if temb is None else {"temb": temb}  # not every processor takes it
         return state.previous.processor(
             attn,
             hidden_states,
@@ -195,27 +203,6 @@ class AVQProcessor(AttnProcessor2_0):
 AttentionProcessorRegistry._registry[AVQProcessor] = AttentionProcessorMetadata(
     skip_processor_output_fn=lambda attn, hidden_states, *args, **kwargs: hidden_states
 )
-
-
-def _exact_because(
-    state: LayerState,
-    attn: Attention,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | tuple[Tensor, ...] | None,
-    attention_mask: Tensor | None,
-) -> str | None:
-    """Why this call runs exact attention; None if it runs AVQ."""
-    return state.exact_because(
-        hidden_states.shape[1],
-        hidden_states,
-        (
-            (encoder_hidden_states is not None, "cross-attention"),
-            (attention_mask is not None, "attention mask"),
-            (_has_other_scores(attn), OTHER_SCORES),
-            (attn.norm_q is not None or attn.norm_k is not None, "query or key norm"),
-            (attn.residual_connection, "residual connection"),
-        ),
-    )
 
 
 def _has_other_scores(attn: Attention) -> bool:
@@ -305,6 +292,34 @@ class UNetHost(ProcessorHost):
         if any(getattr(layer.attn.processor, "replaced", ()) for layer in self.layers(model)):
             raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
 
+    def prepare(self, model: nn.Module) -> None:
+        """Apply the AVQ of processors that `set_attn_processor` has set, unless it was."""
+        with CHANGES:
+            ours = _attentions_of(model)
+            found = {attn.processor for attn in ours if _is_unprepared(attn)}
+            _awaiting.difference_update(attn.processor for attn in ours)
+            _stop_waiting()
+            if not found:
+                return
+            processor, *others = found
+            if any(vars(other) != vars(processor) for other in others):
+                raise ValueError(
+                    f"a UNet takes one AVQProcessor, but its layers carry {len(found)} that "
+                    f"differ; pass overrides=... to one to vary sizes by layer."
+                )
+            layers = [layer for layer in self.layers(model) if layer.attn in ours]
+            if not layers:
+                raise TypeError(
+                    f"AVQProcessor serves self-attention in the spatial transformers of a UNet, "
+                    f"but {type(model).__name__} has none; reload the model and call apply_avq."
+                )
+            self.refuse(model)
+            hosted = Hosted(self, model, model, "")
+            with all_or_nothing([hosted]):
+                states = processor.make_states(layers)
+                self.tidy(model)
+                install({hosted: states})
+
     def is_plain(self, processor: Any) -> bool:
         if type(processor) in CUSTOM_DIFFUSION:
             return not (processor.train_kv or processor.train_q_out)
@@ -315,35 +330,6 @@ class UNetHost(ProcessorHost):
 
 
 UNET = UNetHost()
-
-
-def prepare(model: nn.Module) -> None:
-    """Apply the AVQ of processors that `set_attn_processor` has set on a UNet, unless prepared."""
-    with CHANGES:
-        ours = _attentions_of(model)
-        found = {attn.processor for attn in ours if _is_unprepared(attn)}
-        _awaiting.difference_update(attn.processor for attn in ours)
-        _stop_waiting()
-        if not found:
-            return
-        processor, *others = found
-        if any(vars(other) != vars(processor) for other in others):
-            raise ValueError(
-                f"a UNet takes one AVQProcessor, but its layers carry {len(found)} that differ; "
-                f"pass overrides=... to one to vary sizes by layer."
-            )
-        layers = [layer for layer in UNET.layers(model) if layer.attn in ours]
-        if not layers:
-            raise TypeError(
-                f"AVQProcessor serves self-attention in the spatial transformers of a UNet, but "
-                f"{type(model).__name__} has none; reload the model and call apply_avq."
-            )
-        UNET.refuse(model)
-        hosted = Hosted(UNET, model, model, "")
-        with all_or_nothing([hosted]):
-            states = processor.make_states(layers)
-            UNET.tidy(model)
-            install({hosted: states})
 
 
 def _attentions_of(model: nn.Module) -> list[Attention]:
@@ -385,7 +371,7 @@ def _stop_waiting() -> None:
             _hook = None
 
 
-_prepare_outside_graphs = torch.compiler.disable(prepare)
+_prepare_outside_graphs = torch.compiler.disable(UNET.prepare)
 
 
 def _before_any_module(module: nn.Module, args: Any) -> None:

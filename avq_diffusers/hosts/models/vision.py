@@ -64,7 +64,18 @@ def vision_attention(
     and returns (B, N, H, D), with attention weights if the previous function returns them.
     """
     state: LayerState = getattr(module, ATTRIBUTE)
-    reason = _exact_because(module, state, query, key, value, attention_mask, dropout, arguments)
+    collected = _active_collector.get() or ()
+    wants_weights = arguments.get("output_attentions") or "attentions" in collected
+    own = (
+        (_has_other_function(module, state), OTHER_FUNCTION),
+        (_tells_keys_apart(attention_mask), "attention mask"),
+        (arguments.get("is_causal") or module.is_causal, "causal attention"),
+        (dropout, "dropout"),
+        (wants_weights, "attention weights"),
+        *((arguments.get(name) is not None, name) for name in CHANGING_ARGUMENTS),
+        (not query.shape == key.shape == value.shape, "keys of another shape"),
+    )
+    reason = state.exact_because(query.shape[2] - state.num_beside, query, own)
     state.count(reason or AVQ_CALL)
     if reason is None:
         return _attend(state, query, key, value, scaling), None
@@ -94,35 +105,6 @@ def _tells_keys_apart(attention_mask: Any) -> bool:
     """Whether a mask hides keys; the one transformers builds for `torch.export` hides none."""
     is_expanded = isinstance(attention_mask, Tensor) and attention_mask.stride(-1) == 0
     return attention_mask is not None and not is_expanded
-
-
-def _exact_because(
-    module: Any,
-    state: LayerState,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    arguments: dict[str, Any],
-) -> str | None:
-    """Why this call runs exact attention; None if it runs AVQ."""
-    wants_weights = arguments.get("output_attentions") or "attentions" in (
-        _active_collector.get() or ()
-    )
-    return state.exact_because(
-        query.shape[2] - state.num_beside,
-        query,
-        (
-            (_has_other_function(module, state), OTHER_FUNCTION),
-            (_tells_keys_apart(attention_mask), "attention mask"),
-            (arguments.get("is_causal") or module.is_causal, "causal attention"),
-            (dropout, "dropout"),
-            (wants_weights, "attention weights"),
-            *((arguments.get(name) is not None, name) for name in CHANGING_ARGUMENTS),
-            (not query.shape == key.shape == value.shape, "keys of another shape"),
-        ),
-    )
 
 
 def _attend(
