@@ -110,6 +110,7 @@ SMALL = {
     r"((?:= pipe|calibrate|measure_error)\(.*|apply_avq\(.*prompt=.*)\)(?=$|\.images)": (
         r"\1, num_inference_steps=1)"
     ),
+    r'(codewords="stored"\))\n\)': r"\1, num_inference_steps=1)",
 }
 PROGRAMS = {"avq": avq, "distill": distill, "eval": evaluate}
 PROGRAMS |= {"distill.pretrain": pretrain, "distill.vision": vision}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
+from tiny import tiny_pipe
 from torch import Tensor
 from transformers import CLIPTokenizer
 
@@ -20,10 +21,11 @@ from avq_diffusers import (
     gather_codebooks,
     remove_avq,
     select_layers,
-    set_threshold,
     summary,
 )
 from avq_diffusers.codebook.codebook import Codebook, constraint_error
+from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
     MINI_SD,
@@ -41,7 +43,7 @@ from distill.scenes import (
     render,
     sample_scene,
 )
-from eval.quality.metrics import Scorer, psnr
+from eval.quality.metrics import Scorer
 from eval.store.report import SCORER
 
 MEBIBYTE = 2**20
@@ -255,35 +257,17 @@ def test_the_scorer_retrieves_held_out_scenes(scorer):
 @torch.no_grad()
 def test_the_vae_reconstructs_held_out_scenes(mini):
     """Fails for fp16 damage, a wrong scaling of images, or a decoder of another encoder."""
-    for scene in scenes(1):
-        image = pixels(render(scene)[None])
-        latents = mini.vae.encode(image).latent_dist.mean
-        copy = mini.vae.decode(latents).sample.clamp(-1, 1)
-        assert -10 * ((copy - image) / 2).square().mean().log10() >= 34
-        assert 0.5 < (latents * mini.vae.config.scaling_factor).std() < 2
+    latents = latents_of(mini)
+    copy = mini.vae.decode(latents / mini.vae.config.scaling_factor).sample.clamp(-1, 1)
+    assert -10 * ((copy - pixels(render(SCENE)[None])) / 2).square().mean().log10() >= 34
+    assert 0.5 < latents.std() < 2
 
 
-@pytest.mark.gpu
-def test_kernels_generate_the_image_of_the_pytorch_path(shipped):
-    """Up to rounding, which near-ties between parents amplify: closer than to the exact one."""
-    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD).to("cuda")
-    pipe.set_progress_bar_config(disable=True)
-
-    def image() -> np.ndarray:
-        generator = torch.Generator().manual_seed(0)
-        prompt = default_prompts()[0]
-        images = pipe(prompt, generator=generator, num_inference_steps=25, output_type="np").images
-        return (images * 255).round().astype(np.uint8)
-
-    exact = image()
-    images = {}
-    for backend in ("triton", "torch"):
-        apply_avq(pipe, shipped, backend=backend, route="always")
-        images[backend] = image()
-        assert f"AVQ ({backend} backend)" in str(summary(pipe))
-        remove_avq(pipe)
-    apart = psnr(images["triton"], images["torch"])[0]
-    assert apart > 6 + psnr(exact, images["torch"])[0]
+def test_it_has_scalecrafter_settings_of_its_own(mini):
+    """Catches those of SD1.5 for mini-sd, and mini-sd's for other models or sizes."""
+    cases = (mini, 512, MINI_SCALECRAFTER), (mini, 1024, SD15_2048), (tiny_pipe(), 256, SD15_1024)
+    for pipe, side, config in cases:
+        assert usual_scalecrafter(pipe, side, side) is config
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +289,7 @@ def test_the_transformer_is_of_sd35_in_small(mini_sd3):
 @torch.no_grad()
 def velocity(pipe, caption: str | None = None) -> tuple[Tensor, Tensor]:
     """The predicted and the true velocity of one held-out scene, for its or another caption."""
-    latents = latents_of(pipe, 512)
+    latents = latents_of(pipe, 384)  # near its 512, at a third of the time
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
     texts = [SCENE.caption if caption is None else caption] * 3
     text, _, pooled, _ = pipe.encode_prompt(*texts, do_classifier_free_guidance=False)
@@ -331,17 +315,13 @@ def test_mini_sd3_predicts_the_velocity_of_held_out_scenes_and_reads_the_caption
 
 
 def test_avq_in_every_layer_of_mini_sd3_stays_close(mini_sd3, exact_velocity):
-    """The image's own second attention is what AVQ changes most."""
     exact, _ = exact_velocity
     apply_avq(mini_sd3, route="always")
     try:
         output, _ = velocity(mini_sd3)
         rows = summary(mini_sd3).rows
-        set_threshold(mini_sd3, {row.name: "exact" for row in rows if row.name.endswith("attn2")})
-        joint, _ = velocity(mini_sd3)
     finally:
         remove_avq(mini_sd3)
     assert len(rows) == 10
     assert all(row.runs.startswith("AVQ") for row in rows)
-    assert 0 < ((output - exact).norm() / exact.norm()).item() < 0.05
-    assert 0 < ((joint - exact).norm() / exact.norm()).item() < 0.03
+    assert 0 < (output - exact).norm() / exact.norm() < 0.015

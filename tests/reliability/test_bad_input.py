@@ -6,20 +6,14 @@ traces only show from outside.
 
 import json
 import pickle
-import re
-import resource
 import shutil
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-from tiny import random_codebooks, tiny_unet
 from tiny_training import RUN_CONFIG
 
-from avq_diffusers import AVQCodebooks, AVQConfig
 from avq_diffusers.cli import main as cli
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
@@ -33,17 +27,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@contextmanager
-def largest_file(size: int):
-    """The operating system refuses to let a file grow beyond this many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def avq(*arguments):
     """Exit code of the command, run in this process."""
     argv, sys.argv = sys.argv, ["avq", *map(str, arguments)]
@@ -54,42 +37,6 @@ def avq(*arguments):
     finally:
         sys.argv = argv
     return 0
-
-
-def _saved(codebooks, folder: Path) -> Path:
-    codebooks.save_pretrained(folder)
-    return folder
-
-
-def test_codebooks_that_cannot_be_written_leave_the_old_ones(codebooks, tmp_path):
-    """Catches a config of the new codebooks beside the weights of the old ones."""
-    kept = _saved(codebooks, tmp_path / "kept")
-    (kept / "README.md").write_text("mine")
-    before = contents(tmp_path)
-    new = random_codebooks(tiny_unet(), AVQConfig.parse("M16P2C4", levels=(0, 1)))
-    with (
-        largest_file(4096),
-        pytest.raises(OSError, match=r"codebooks could not be written to .*kept .*intact\."),
-    ):
-        new.save_pretrained(kept)
-    assert contents(tmp_path) == before
-    with pytest.raises(OSError, match=r"codebooks could not be written to .*README\.md"):
-        new.save_pretrained(kept / "README.md")
-    assert contents(tmp_path) == before
-    new.save_pretrained(kept)
-    assert str(AVQCodebooks.from_pretrained(kept).avq_config) == "M16P2C4"
-    assert {path.name for path in kept.iterdir()} == {"README.md", "config.json", WEIGHTS}
-
-
-def test_an_image_that_cannot_be_written_leaves_the_old_one(model, tmp_path, capsys):
-    """Catches an image that is cut where the disk was full, and an error that names no file."""
-    Image.effect_noise((256, 256), 50).save(tmp_path / "avq.png")
-    before = contents(tmp_path)
-    arguments = ["--model", model, "--device", "cpu", "--steps", "1"]
-    with largest_file(4096):
-        assert avq("generate", "a fox", *arguments, "--out", tmp_path / "avq.png") == 2
-    assert re.search(r"avq: .*avq\.png could not be written \(.*large", capsys.readouterr().err)
-    assert contents(tmp_path) == before
 
 
 def test_nothing_of_a_model_is_unpickled(model, tmp_path, capsys):
