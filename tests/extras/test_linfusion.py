@@ -341,15 +341,9 @@ class TestRefusals:
     def test_files(self, folder, loaded):
         """Catches a loader without the checks that `AVQCodebooks` are tested with."""
         path = folder / "model.safetensors"
-        tensors = load_file(path)
-        for name, message in (
-            (f"{LAYER}.phi_k.1.bias", r"phi_k\.1\.bias is missing \(1 missing"),
-            (None, "does not hold the tensors that its"),
-        ):
-            kept = {key: x for key, x in tensors.items() if key != name}
-            save_file(kept if name else {key: 0 * x for key, x in tensors.items()}, path)
-            with pytest.raises(ValueError, match=message):
-                load_linfusion(loaded, folder)
+        save_file({name: 0 * x for name, x in load_file(path).items()}, path)
+        with pytest.raises(ValueError, match="does not hold the tensors that its"):
+            load_linfusion(loaded, folder)
         for missing in (path, folder / "config.json"):
             missing.unlink()
             with pytest.raises(FileNotFoundError, match=f"there is no file {missing}"):
@@ -359,7 +353,6 @@ class TestRefusals:
         ("change", "message"),
         [
             (lambda x: x.update(mid={}), "LinFusion layers: mid is unexpected"),
-            (lambda x: x[LAYER].pop("phi_q.3.bias"), r"LinFusion layers: .*phi_q\.3\.bias is miss"),
             (lambda x: x[LAYER]["to_out.0.bias"].fill_(math.inf), r"to_out\.0\.bias holds NaN or"),
         ],
     )

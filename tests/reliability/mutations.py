@@ -25,32 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTATED = ("avq_diffusers/attention", "avq_diffusers/hosts", "distill/objective.py")
 MUTATED += ("distill/quantizer.py",)
 LEFT_OUT = {"annotation", "returns", "decorator_list"}
-CONTRACT = "hosts/test_contract.py"
-PIPELINES = "hosts/test_transformer_pipelines.py"
-# The first that a path begins with says which tests are near.
+# Tests of what a path begins with.
 NEAREST = {
-    "avq_diffusers/attention/triton": ("attention/test_fuzz.py", "attention/test_kernels.py"),
-    "avq_diffusers/attention/diagnostics": ("attention/test_diagnostics.py",),
-    "avq_diffusers/attention/orders": ("attention/test_orders.py",),
-    "avq_diffusers/attention/self_check": ("attention/test_self_check.py",),
-    "avq_diffusers/attention/reference": ("attention/test_definition.py", "attention/test_fuzz.py"),
-    "avq_diffusers/attention": (
-        *("attention/test_api.py", "attention/test_torch.py", "attention/test_fuzz.py"),
-        *("attention/test_definition.py", "attention/test_kernels.py"),
-    ),
-    "avq_diffusers/hosts/core/routing": ("hosts/test_routing.py",),
-    "avq_diffusers/hosts/core/columns": ("hosts/test_routing.py",),
-    "avq_diffusers/hosts/core/ranks": ("hosts/test_parallel.py",),
-    "avq_diffusers/hosts/core/timesteps": ("extras/test_scalecrafter.py", CONTRACT),
-    "avq_diffusers/hosts/core": (CONTRACT, "hosts/test_refinement.py", "hosts/test_projection.py"),
-    "avq_diffusers/hosts/models/masks": ("hosts/test_masks.py", CONTRACT),
-    "avq_diffusers/hosts/models/parallel": ("hosts/test_parallel.py",),
-    "avq_diffusers/hosts/models/unet": ("hosts/test_unet.py", "hosts/test_other_attention.py"),
-    "avq_diffusers/hosts/models/vision": ("hosts/test_vision.py", CONTRACT),
-    "avq_diffusers/hosts/models": (CONTRACT, "hosts/test_dispatch.py", PIPELINES),
-    "avq_diffusers/hosts/codebooks": ("hosts/test_codebooks.py", "hosts/test_calibration.py"),
-    "avq_diffusers/hosts/measuring": ("hosts/test_profile.py", "hosts/test_measurement.py"),
-    "avq_diffusers/hosts": ("hosts/test_unet.py", "hosts/test_profile.py", CONTRACT),
+    "avq_diffusers/attention": ("attention",),
+    "avq_diffusers/hosts": ("hosts", "extras"),
     "distill": ("distill/test_distill_objective.py",),
 }
 SWAPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
