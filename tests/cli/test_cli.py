@@ -25,6 +25,7 @@ from tiny import (
     two_level_pipe,
 )
 from tiny_transformers import flux_pipe, sd3_pipe, sd3_transformer
+from torch import nn
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -125,14 +126,14 @@ def written(folder: str | Path = ".") -> list[str]:
 
 def test_generate_with_the_embedded_model(avq, tmp_path):
     """Image, sheet and report of mini-sd."""
-    sizes = ("--steps", "1", "--height", "64", "--width", "128", "--device", "cpu")
+    sizes = ("--steps", "1", "--height", "64", "--width", "64", "--device", "cpu")
     code, output = avq("generate", "one large red star", *sizes)
     assert code == 0
     assert written() == ["avq.png", "avq_sheet.png"]
     assert not (tmp_path / "cache").exists()
     image, sheet = pixels("avq.png"), pixels("avq_sheet.png")
-    assert image.shape == (64, 128, 3)
-    assert sheet.shape[1] >= 3 * 128 + 4 * MARGIN
+    assert image.shape == (64, 64, 3)
+    assert sheet.shape[1] >= 3 * 64 + 4 * MARGIN
     assert sheet.shape[0] < 3 * 64  # no table
     assert output.count("AVQ(") == 10
     assert "PSNR" in output
@@ -189,11 +190,18 @@ def test_a_model_is_compiled_and_of_another_dtype(avq, tmp_path, monkeypatch):
         assert avq(command, PROMPT, *options, "--threshold", "0.1")[0] == 0
         assert len(calls) > 1
         assert {*calls} == {torch.bfloat16}
+
+
+def test_a_unet_is_compiled_whole_and_a_transformer_block_by_block(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda module, **options: compiled.append((module, options))
+    )
     pipe, transformer = tiny_pipe(traced_unet()), sd3_pipe()
     for each in (pipe, transformer):
         loading.compile_model(each)
-    for module in (pipe.unet, *transformer.transformer.transformer_blocks):
-        assert module._compiled_call_impl is not None
+    blocks = [(block, {}) for block in transformer.transformer.transformer_blocks]
+    assert compiled == [(pipe.unet, loading.COMPILE_UNET), *blocks]
 
 
 @pytest.mark.gpu
@@ -267,7 +275,7 @@ def test_tolerance_is_honoured(avq, model, monkeypatch):
     # Tiny models need all their few keys at the usual ones; few calls tell them apart.
     monkeypatch.setattr(exact_runs, "THRESHOLDS", (1e-2, 1.0, 1e3))
     monkeypatch.setattr(exact_runs, "MOST_REPEATED", 24)
-    arguments = ["--model", model, "--steps", "4", "--seed", "3", "--levels", "0,1"]
+    arguments = ["--model", model, "--steps", "2", "--seed", "3", "--levels", "0,1"]
     arguments += ["--config", "M8C2T1e-4"]
     code, output = avq("generate", PROMPT, *arguments, "--tolerance", "0.005")
     assert code == 0
@@ -276,13 +284,13 @@ def test_tolerance_is_honoured(avq, model, monkeypatch):
     assert squeezed("tolerance: of the model's output (noise, velocity), not of the") in output
     pipe = two_level_pipe()
     config = AVQConfig.parse("M8C2T1e-4", levels=(0, 1))
-    sizes = {"num_inference_steps": 4, "height": 128, "width": 128, "progress": False}
+    sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
     apply_avq(pipe, config, tolerance=0.005, prompt=PROMPT, seed=3, **sizes)
     shown = {row.config for row in summary(pipe).rows}
     assert len(shown) > 2
     for choice in shown:
         assert squeezed(choice) in output
-    assert np.array_equal(pixels("avq.png"), make(pipe, seed=3, steps=4))
+    assert np.array_equal(pixels("avq.png"), make(pipe, seed=3, steps=2))
 
 
 @pytest.mark.parametrize(
