@@ -23,6 +23,7 @@ from tiny import (
     tiny_unet,
     traced_unet,
     two_level_pipe,
+    two_level_unet,
 )
 from tiny_transformers import flux_pipe, sd3_pipe, sd3_transformer
 from torch import nn
@@ -186,8 +187,9 @@ def test_a_model_is_compiled_and_of_another_dtype(avq, tmp_path, monkeypatch):
 
     for command, module in (("generate", generation), ("bench", bench)):
         monkeypatch.setattr(module, "compile_model", compiled)
-        options = ("--model", tmp_path, "--steps", "1", "--dtype", "bfloat16", "--compile")
-        assert avq(command, PROMPT, *options, "--threshold", "0.1")[0] == 0
+        options = ("--model", tmp_path, "--steps", "1", "--height", "64", "--width", "64")
+        options += ("--dtype", "bfloat16", "--compile", "--threshold", "0.1")
+        assert avq(command, PROMPT, *options)[0] == 0
         assert len(calls) > 1
         assert {*calls} == {torch.bfloat16}
 
@@ -331,12 +333,14 @@ def test_steps_are_timed_in_turns(monkeypatch):
     assert next(iter(states_of(pipe).values())).enabled
 
 
-def test_scalecrafter_dilates_both_images(generate, codebooks):
+def test_scalecrafter_dilates_both_images(generate, codebooks, tmp_path):
     """Fails where the option is read but not applied, or applied to one image only."""
-    sizes = {"height": 256, "width": 256}
+    pipe = tiny_pipe(two_level_unet(sample_size=8))
+    pipe.save_pretrained(tmp_path / "model")
+    sizes = {"height": 128, "width": 128}
     run = sizes | {"steps": 2}
-    assert generate("--scalecrafter", "--steps", "2", "--height", "256", "--width", "256")[0] == 0
-    pipe = two_level_pipe()
+    options = ["--scalecrafter", "--steps", "2", "--height", "128", "--width", "128"]
+    assert generate("--model", tmp_path / "model", *options)[0] == 0
     with scalecrafter(pipe, **sizes):
         exact = make(pipe, **run)
         expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), **run)
