@@ -182,10 +182,10 @@ def test_a_model_is_compiled_and_of_another_dtype(avq, tmp_path, monkeypatch):
     calls = []
 
     def compiled(pipe):
-        calls.clear()
         pipe.unet.register_forward_pre_hook(lambda unet, _: calls.append(unet.dtype))
 
     for command, module in (("generate", generation), ("bench", bench)):
+        calls.clear()
         monkeypatch.setattr(module, "compile_model", compiled)
         options = ("--model", tmp_path, "--steps", "1", "--height", "64", "--width", "64")
         options += ("--dtype", "bfloat16", "--compile", "--threshold", "0.1")

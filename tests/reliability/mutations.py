@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice, zip_longest
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -100,15 +99,6 @@ def faults(node: ast.AST, text) -> Iterator[tuple[str, ast.AST, str]]:
             yield "condition", node, f"({text(first)})"
 
 
-def draw(places: list[Mutation], seed: int) -> Iterator[Mutation]:
-    """All of them, of one kind of fault after the other."""
-    kinds: dict[str, list[Mutation]] = {}
-    for place in Random(seed).sample(places, len(places)):
-        kinds.setdefault(place.fault, []).append(place)
-    for of_each in zip_longest(*(kinds[fault] for fault in sorted(kinds))):
-        yield from filter(None, of_each)
-
-
 def nearest(path: str) -> tuple[str, ...]:
     return next(tests for start, tests in NEAREST.items() if path.startswith(start))
 
@@ -134,12 +124,12 @@ def main() -> None:
     given = parser.parse_args()
     paths = [path for x in MUTATED for path in [ROOT / x, *sorted((ROOT / x).rglob("*.py"))]]
     names = [str(path.relative_to(ROOT)) for path in paths if path.suffix == ".py"]
-    drawn = draw([mutation for name in names for mutation in mutations_of(name)], given.seed)
+    places = [mutation for name in names for mutation in mutations_of(name)]
     outcomes: Counter[str] = Counter()
     with TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
-        for mutation in islice(drawn, given.number):
+        for mutation in Random(given.seed).sample(places, given.number):
             path = copy / mutation.path
             whole = path.read_bytes()
             was = whole[mutation.start : mutation.stop]
