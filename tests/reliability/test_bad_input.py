@@ -1,13 +1,18 @@
-"""Damaged checkpoints are refused, and the folder of the run stays as it was."""
+"""A full disk and a damaged checkpoint are refused, and what was there stays as it was."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from tiny import random_codebooks, tiny_unet
 from tiny_training import RUN_CONFIG
 
+from avq_diffusers import AVQConfig
+from avq_diffusers.cli.output import save_image
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -16,6 +21,25 @@ from distill.config_file import load_config
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file, hidden ones too."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_full_disk_leaves_the_old_files(codebooks, tmp_path):
+    """Catches a cut image, and a config of new codebooks beside the weights of old ones."""
+    image = Image.effect_noise((256, 256), 50)
+    save_image(image, tmp_path / "avq.png")
+    codebooks.save_pretrained(tmp_path / "kept")
+    before = contents(tmp_path)
+    new = random_codebooks(tiny_unet(), AVQConfig.parse("M16P2C4", levels=(0, 1)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"avq\.png could not be written \(.*large"):
+            save_image(image.rotate(90), tmp_path / "avq.png")
+        with pytest.raises(OSError, match=r"codebooks could not be written to .*kept .*intact\."):
+            new.save_pretrained(tmp_path / "kept")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == before
 
 
 @pytest.fixture
