@@ -135,7 +135,6 @@ def image_sheet(
     column_titles: Sequence[str],
     *,
     row_titles: Sequence[str] = (),
-    table: Sequence[Sequence[str]] = (),
 ) -> Image.Image:
     """Lay out rows of images under column titles.
 
@@ -143,7 +142,6 @@ def image_sheet(
         rows: rows of len(column_titles) RGB images, all of one size.
         column_titles: one line above each column.
         row_titles: one line above each row, line breaks removed; may be empty.
-        table: cells of a table below the images, all rows equally long.
 
     Returns:
         RGB image.
@@ -152,21 +150,15 @@ def image_sheet(
     row_titles = [" ".join(title.split()) for title in row_titles]
     title_font = ImageFont.load_default(TITLE_SIZE)
     text_font = ImageFont.load_default(TEXT_SIZE)
-    line = TEXT_SIZE + 5
     head = TITLE_SIZE + 2 * MARGIN
-    row_head = line if row_titles else 0
-    cell_widths = [
-        int(max(text_font.getlength(cell) for cell in column)) + 2 * MARGIN
-        for column in zip(*table, strict=True)
-    ]
+    row_head = TEXT_SIZE + 5 if row_titles else 0
     sheet_width = max(
         MARGIN + len(column_titles) * (width + MARGIN),
-        MARGIN + sum(cell_widths),
         2 * MARGIN + int(max(text_font.getlength(title) for title in row_titles or [""])),
     )
-    bottom = head + len(rows) * (height + row_head + MARGIN)
+    sheet_height = head + len(rows) * (height + row_head + MARGIN) + MARGIN
 
-    sheet = Image.new("RGB", (sheet_width, bottom + line * len(table) + MARGIN), "white")
+    sheet = Image.new("RGB", (sheet_width, sheet_height), "white")
     draw = ImageDraw.Draw(sheet)
     for column, title in enumerate(column_titles):
         draw.text((MARGIN + column * (width + MARGIN), MARGIN), title, "black", title_font)
@@ -176,9 +168,4 @@ def image_sheet(
             draw.text((MARGIN, top), row_titles[row], "black", text_font)
         for column, image in enumerate(images):
             sheet.paste(image, (MARGIN + column * (width + MARGIN), top + row_head))
-    for row, cells in enumerate(table):
-        left = MARGIN
-        for cell, cell_width in zip(cells, cell_widths, strict=True):
-            draw.text((left, bottom + row * line), cell, "black", text_font)
-            left += cell_width
     return sheet

@@ -142,11 +142,6 @@ def not_empty(text: str) -> str:
     return check_text("the prompt", text)
 
 
-def text_or_none(option: typer.CallbackParam, text: str | None) -> str | None:
-    """Callback for an optional text, such as a negative prompt."""
-    return None if text is None else check_text(option.opts[0], text)
-
-
 def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
     """Make the callback for an option that sets the height or width of images."""
 
@@ -160,19 +155,14 @@ def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | 
 
 def folder_to_write(option: typer.CallbackParam, path: Path) -> Path:
     """Callback for an output folder, whether it exists or not."""
-    check_writable(option.opts[0], path)
-    return path
-
-
-def check_writable(option: str, folder: Path) -> None:
-    """Refuse an output folder before work starts; errors name `option`."""
-    place = folder.absolute()
+    place = path.absolute()
     present = next(path for path in (place, *place.parents) if path.exists())
     if not present.is_dir():
-        raise ValueError(f"{option} must be a folder, but {present} is a file.")
+        raise ValueError(f"{option.opts[0]} must be a folder, but {present} is a file.")
     try:
         TemporaryFile(dir=present).close()
     except OSError as error:
         raise ValueError(
-            f"{option}: the folder {present} is not writable ({error.strerror})."
+            f"{option.opts[0]}: the folder {present} is not writable ({error.strerror})."
         ) from error
+    return path

@@ -110,6 +110,7 @@ SMALL = {
     r"((?:= pipe|calibrate|measure_error)\(.*|apply_avq\(.*prompt=.*)\)(?=$|\.images)": (
         r"\1, num_inference_steps=1)"
     ),
+    r'(codewords="stored"\))\n\)': r"\1, num_inference_steps=1)",
 }
 PROGRAMS = {"avq": avq, "distill": distill, "eval": evaluate}
 PROGRAMS |= {"distill.pretrain": pretrain, "distill.vision": vision}
@@ -163,6 +164,7 @@ def test_commands_with_mistakes_are_refused():
         ("avq", "bench --model mini-sd", "Missing argument 'prompt'"),
         ("avq", "calibrate --model mini-sd", "Missing option '--out'"),
         ("avq", "generate fox --height 100", "--height must be a multiple of 8"),
+        ("avq", "bench ' '", "the prompt is empty; say what the image shows."),
         ("distill.vision", "train", "Missing option '--config'"),
     ]:
         with pytest.raises((typer.BadParameter, ValueError)) as refused:

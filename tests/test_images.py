@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageChops, ImageOps
+from PIL import Image
 
 from avq_diffusers.images import (
     DIFFERENCE_GAIN,
@@ -69,29 +69,6 @@ def test_titles_stand_above_their_columns_and_rows():
     assert has_ink(sheet, (0, top + HEIGHT, sheet.width, low))
     assert sheet.width > image_sheet(rows, ["", "title"]).width
     assert not has_ink(sheet, (sheet.width - MARGIN, 0, sheet.width, sheet.height))
-
-
-def test_every_row_and_column_of_the_table_is_drawn():
-    """Fails where the sheet is too short or narrow for the table, or cells lie on one another."""
-    image = noise(0)
-    plain = image_sheet([[image]], ["t"])
-    table = [["layer", "runs"], ["x" * 200, "AVQ"], ["a", ""]]
-    sheet = image_sheet([[image]], ["t"], table=table)
-    first = image_sheet([[image]], ["t"], table=[[row[0], ""] for row in table])
-    top = find(sheet, image)[1] + HEIGHT
-    line = (sheet.height - plain.height) // len(table)
-    assert first.height == sheet.height == plain.height + line * len(table)
-    for row in range(len(table)):
-        box = (0, top + MARGIN + row * line, sheet.width, top + MARGIN + (row + 1) * line)
-        assert has_ink(sheet, box)
-    inked = ImageOps.invert(first.crop((0, top, first.width, first.height))).getbbox()
-    common = (0, 0, first.width, sheet.height)
-    second = ImageChops.difference(sheet.crop(common), first).getbbox()
-    assert second is None or second[0] > inked[2]
-    assert has_ink(sheet, (inked[2] + 1, top, sheet.width, sheet.height))
-    assert not has_ink(sheet, (sheet.width - 1, 0, sheet.width, sheet.height))
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        image_sheet([[image]], ["t"], table=[["a", "b"], ["c"]])
 
 
 def test_difference_is_absolute_amplified_and_saturates():

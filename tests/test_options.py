@@ -5,13 +5,15 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from avq_diffusers.captions import read_caption_list, read_json
 from avq_diffusers.options import (
-    check_writable,
+    folder_to_write,
     hide_torchvision_notes,
+    not_empty,
     numbers_of,
     read_prompts,
     restore_threads,
@@ -45,7 +47,17 @@ def test_accelerates_single_thread_is_not_kept(monkeypatch, launched):
 def test_a_read_only_folder_is_refused():
     """Catches minutes of work that end in nothing, also root's, which may write by the mode."""
     with pytest.raises(ValueError, match="--out: the folder /proc is not writable"):
-        check_writable("--out", Path("/proc/new/codebooks"))
+        folder_to_write(SimpleNamespace(opts=["--out"]), Path("/proc/new/codebooks"))
+
+
+def test_prompts_are_text():
+    """Bytes that are not UTF-8 arrive from the shell as lone surrogates."""
+    for prompt, message in (
+        ("a fox\udcff", r"must be text, but its character 6 is a lone surrogate, '\\udcff'\."),
+        (" ", r"is empty; say what the image shows\."),
+    ):
+        with pytest.raises(ValueError, match=f"^the prompt {message}$"):
+            not_empty(prompt)
 
 
 def test_prompts_that_cannot_be_read(tmp_path):

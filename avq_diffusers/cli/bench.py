@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from diffusers import DiffusionPipeline
 from PIL import Image
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +17,7 @@ from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.dials import refined_plan, set_dial, usual_values
 from avq_diffusers.cli.images import dilation, first_steps, fit_request, timed_image
 from avq_diffusers.cli.loading import compile_model, load_pipeline
-from avq_diffusers.cli.output import save_sheet, sheet_path
+from avq_diffusers.cli.output import save_sheet, sheet_path, table_of
 from avq_diffusers.cli.request import NUM_REFINED, THRESHOLD, Dial, ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_write
@@ -27,7 +26,6 @@ from avq_diffusers.hosts.verbs import apply_avq, avq_disabled
 from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
-HEADINGS = ("", "seconds", "speed", "PSNR dB", "cold step", "warm step")
 LEGEND = """seconds per image, speed relative to exact attention, PSNR to its images,
 seconds of the first step (cold: includes compilation) and of the next (warm)
 AVQ ran in all layers, also where exact attention is faster"""
@@ -119,16 +117,22 @@ def run_choices(
 
 def bench_table(results: Sequence[ChoiceResult]) -> Table:
     """Return the table, one row per choice."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for cells in _cells(results):
-        table.add_row(*cells)
-    return table
+    exact, rows = results[0], [("", "seconds", "speed", "PSNR dB", "cold step", "warm step")]
+    for result in results:
+        row = (
+            result.label,
+            f"{result.seconds:.2f}",
+            f"{exact.seconds / result.seconds:.2f}x",
+            "" if result is exact else f"{result.psnr:.1f}",
+            f"{result.cold:.2f}",
+            f"{result.warm:.2f}",
+        )
+        rows.append(row)
+    return table_of(rows)
 
 
 def bench_sheet(results: Sequence[ChoiceResult], row_titles: Sequence[str]) -> Image.Image:
-    """Lay out the images, at most THUMBNAIL pixels wide, above the table."""
+    """Lay out the images, at most THUMBNAIL pixels wide."""
     width, height = results[0].images[0].size
     factor = min(1.0, THUMBNAIL / width)
     size = (round(width * factor), round(height * factor))
@@ -137,9 +141,11 @@ def bench_sheet(results: Sequence[ChoiceResult], row_titles: Sequence[str]) -> I
             [image.resize(size, Image.Resampling.LANCZOS) for image in row]
             for row in zip(*(result.images for result in results), strict=True)
         ],
-        [result.label for result in results],
+        [
+            results[0].label,
+            *(f"{x.label}, {x.psnr:.1f} dB, {x.seconds:.2f} s" for x in results[1:]),
+        ],
         row_titles=row_titles,
-        table=[HEADINGS, *_cells(results)],
     )
 
 
@@ -165,18 +171,3 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     axes.legend()
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110)
-
-
-def _cells(results: Sequence[ChoiceResult]) -> list[tuple[str, ...]]:
-    exact = results[0]
-    return [
-        (
-            result.label,
-            f"{result.seconds:.2f}",
-            f"{exact.seconds / result.seconds:.2f}x",
-            "" if result is exact else f"{result.psnr:.1f}",
-            f"{result.cold:.2f}",
-            f"{result.warm:.2f}",
-        )
-        for result in results
-    ]

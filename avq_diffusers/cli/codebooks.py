@@ -6,25 +6,30 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from avq_diffusers.cli.hub import loading_codebooks
-from avq_diffusers.cli.request import ModelRequest
+from avq_diffusers.cli.request import ModelOptions, ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks, calibrate
 from avq_diffusers.hosts.core import AVQSource
 from avq_diffusers.hosts.models import models_of
 from avq_diffusers.mini.loading import usual_guidance
+from avq_diffusers.options import first_line
 
 
 def codeword_source(pipe: DiffusionPipeline, model: ModelRequest) -> AVQSource:
     """A request's codebooks, or its configuration."""
-    if model.codebooks is not None:
-        with loading_codebooks(model.codebooks):
-            return AVQCodebooks.from_pretrained(model.codebooks)
-    return _config_for(pipe, model)
+    return _config_for(pipe, model) if model.codebooks is None else read_codebooks(model.codebooks)
+
+
+def read_codebooks(name: str) -> AVQCodebooks:
+    """Load codebooks, or name them in one sentence if that fails."""
+    try:
+        return AVQCodebooks.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"codebooks {name} could not be loaded: {first_line(error)}") from error
 
 
 def calibrate_model(
-    pipe: DiffusionPipeline, model: ModelRequest, prompts: Sequence[str], **arguments: Any
+    pipe: DiffusionPipeline, model: ModelOptions, prompts: Sequence[str], **arguments: Any
 ) -> AVQCodebooks:
     """Calibrate codebooks in the paper's form; other arguments go to `calibrate`."""
     sizes = model.sizes or AVQConfig.parse("M64P16C8")
@@ -32,9 +37,9 @@ def calibrate_model(
     return calibrate(pipe, prompts, config, guidance_scale=usual_guidance(pipe), **arguments)
 
 
-def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
+def _config_for(pipe: DiffusionPipeline, model: ModelOptions) -> AVQConfig:
     """The request's configuration, with `apply_avq`'s defaults for what it leaves open."""
     hosted = models_of(pipe)[0]
     usual = hosted.host.default_config(hosted.model)
     levels = usual.levels if model.levels is None else model.levels
-    return replace(model.sizes or usual, levels=levels, exact=model.exact)
+    return replace(model.sizes or usual, levels=levels, exact=model.exact or ())

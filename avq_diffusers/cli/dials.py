@@ -44,11 +44,11 @@ def set_dial(
         pipe, source: the pipeline, and what AVQ was applied with.
         request: the image that a tolerance is measured on.
         kind, value: as in `Dial`.
-        **measuring: further arguments of the measurement.
+        **measuring: further arguments of `apply_avq` with a tolerance; by default AVQ always runs.
     """
     if kind == TOLERANCE:
-        arguments = {**measured_on(pipe, request), **measuring}
-        apply_avq(pipe, source, tolerance=value, route="always", **arguments)
+        arguments = {"route": "always", **measured_on(pipe, request), **measuring}
+        apply_avq(pipe, source, tolerance=value, **arguments)
     elif kind == NUM_REFINED:
         set_num_refined(pipe, refined_plan(pipe, int(value)))
     else:

@@ -13,14 +13,12 @@ from avq_diffusers.cli.images import (
     dilation,
     first_steps,
     fit_request,
-    measured_on,
     step_times,
     timed_image,
 )
 from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_image, save_sheet, sheet_path
 from avq_diffusers.cli.request import TOLERANCE, Dial, ImageRequest, ModelRequest
-from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.report import Summary
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
@@ -43,8 +41,7 @@ def generate_image(
     with dilation(pipe, request):
         route = "fastest"
         if tolerance is not None:
-            assert isinstance(source, AVQConfig)
-            apply_avq(pipe, source, tolerance=tolerance, **measured_on(pipe, request))
+            set_dial(pipe, source, request, TOLERANCE, tolerance, route=route)
         for route in ("fastest", "always") if tolerance is None else ():
             apply_avq(pipe, source, route=route)
             if dial.kind is not None:

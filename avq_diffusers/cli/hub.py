@@ -1,10 +1,6 @@
 """Whether a model or codebooks can be found, before a library tries for half a minute."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from avq_diffusers.options import first_line
 
 TIMEOUT = 5  # seconds
 
@@ -34,12 +30,3 @@ def check_found(option: str, name: str, file: str) -> None:
             f"{option} {name} is no file or folder and not in the cache, and the Hub cannot be "
             f"reached."
         ) from error
-
-
-@contextmanager
-def loading_codebooks(name: str) -> Iterator[None]:
-    """Name codebooks in one sentence if the block cannot load them."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"codebooks {name} could not be loaded: {first_line(error)}") from error

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from avq_diffusers.cli.output import table_of
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.core import short_names
 
 REPORT_WIDTH = 100
+HEADINGS = ("layer", "level", "heads", "config", "spread", "error", "capture", "active")
 METRICS = ("quantization_error", "capture", "active_ratio")
 
 
@@ -19,19 +19,11 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
     metrics = _metrics(codebooks)
     config = codebooks.config
     kind = "own codewords" if config["own_codewords"] else "codebooks"
-    table = Table(
-        title=f"{codebooks.avq_config} {kind} of {config['base_model']}",
-        caption="spread: of children around their parent; error: quantization, in key variances;\n"
-        "capture: share of attention on refined parents; active: share of codewords in use",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("layer", "level", "heads", "config", "spread", "error", "capture", "active"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
+    rows: list[tuple[str, ...]] = [HEADINGS]
     shown_names = short_names([*codebooks.layer_specs])
     for shown_name, (name, spec) in zip(shown_names, codebooks.layer_specs.items(), strict=True):
         measured, codebook = metrics.get(name, {}), codebooks.codebook(name)
-        table.add_row(
+        row = (
             shown_name,
             str(spec.level),
             f"{spec.num_heads}x{spec.head_dim}",
@@ -39,6 +31,13 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
             "-" if codebook is None else f"{_child_spread(codebook):.3f}",
             *(f"{measured[key]:.3f}" if key in measured else "-" for key in METRICS),
         )
+        rows.append(row)
+    table = table_of(
+        rows,
+        title=f"{codebooks.avq_config} {kind} of {config['base_model']}",
+        caption="spread: of children around their parent; error: quantization, in key variances;\n"
+        "capture: share of attention on refined parents; active: share of codewords in use",
+    )
     # rich truncates what does not fit; a narrow terminal wraps it.
     console = Console()
     console.width = max(console.width, REPORT_WIDTH)

@@ -1,11 +1,13 @@
-"""Where `avq` writes images."""
+"""Images and tables that `avq` writes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from avq_diffusers.files import TEMPORARY, atomic_write
-from avq_diffusers.options import check_writable
 
 
 def sheet_path(out: Path) -> Path:
@@ -13,24 +15,31 @@ def sheet_path(out: Path) -> Path:
     return out.parent / f"{out.stem}_sheet{out.suffix}"
 
 
-def check_image_path(path: Path, *others: Path) -> None:
-    """Refuse a bad `--out` before work starts; `others` are written beside `path`."""
+def check_image_path(path: Path) -> None:
+    """Refuse a bad `--out` before work starts."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--out must end in .png, but got {str(path)!r}.")
-    for file in (path, *others):
+    for file in (path, sheet_path(path)):
         if file.is_dir():
             raise ValueError(f"--out {path} writes {file}, but that is a folder.")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--out: the folder {folder} does not exist.")
-    check_writable("--out", folder)
-    for file in (path, *others):
         temporary = file.with_name(f"{TEMPORARY}{file.name}")
         try:
             temporary.touch()
             temporary.unlink()
         except OSError as error:
             raise ValueError(f"--out: {file} cannot be written ({error.strerror}).") from error
+
+
+def table_of(
+    rows: Sequence[Sequence[str]], title: str | None = None, caption: str | None = None
+) -> Table:
+    """A table without lines; its first row and column are headings."""
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
 
 
 def save_sheet(sheet: Image.Image, out: Path) -> None:

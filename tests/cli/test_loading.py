@@ -1,5 +1,7 @@
 """Models by name, as the `avq` command loads them: single files, and what it refuses."""
 
+import pickle
+import shutil
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -72,6 +74,32 @@ def test_a_folder_of_half_precision_files(tmp_path):
     with pytest.raises(ValueError, match="could not be loaded") as error:
         load_pipeline(str(tmp_path), "cpu")
     assert "fp16" not in str(error.value)
+
+
+def test_a_truncated_file_is_named(model, tmp_path):
+    """transformers, unlike diffusers, lets the error of safetensors through."""
+    shutil.copytree(model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/cut could not be loaded: "):
+        load_pipeline(str(tmp_path / "cut"), "cpu")
+
+
+def test_nothing_of_a_model_is_unpickled(model, tmp_path):
+    """Catches a loader that takes weights in pickles, which may run anything."""
+    marker = tmp_path / "was-unpickled"
+
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    unet = shutil.copytree(model, tmp_path / "model") / "unet"
+    (unet / "diffusion_pytorch_model.safetensors").unlink()
+    content = pickle.dumps({"conv_in.weight": Payload()})
+    (unet / "diffusion_pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ValueError, match="could not be loaded"):
+        load_pipeline(str(unet.parent), "cpu")
+    assert not marker.exists()
 
 
 def pipeline_of_pixels():

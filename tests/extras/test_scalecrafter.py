@@ -5,7 +5,7 @@ import json
 import math
 import re
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,6 @@ from checks import differ, kinds
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
-    StableDiffusionControlNetPipeline,
-    StableDiffusionInstructPix2PixPipeline,
-    StableDiffusionPAGPipeline,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
@@ -31,18 +28,14 @@ from tiny import (
     sdxl_unet,
     tiny_pipe,
     tiny_unet,
+    traced_unet,
 )
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers import apply_avq, avq_disabled, remove_avq
-from avq_diffusers.extras.linfusion import LinFusionProcessor
-from avq_diffusers.extras.scalecrafter.apply import (
-    apply_scalecrafter,
-    remove_scalecrafter,
-    scalecrafter,
-)
+from avq_diffusers.extras.scalecrafter.apply import scalecrafter
 from avq_diffusers.extras.scalecrafter.convolution import join_sub_grids, sub_grids
 from avq_diffusers.extras.scalecrafter.settings import (
     SD15_1024,
@@ -51,7 +44,6 @@ from avq_diffusers.extras.scalecrafter.settings import (
     ScaleCrafterConfig,
 )
 from avq_diffusers.hosts.core.timesteps import TIMESTEP, Timesteps
-from avq_diffusers.hosts.models.registry import select_layers
 from avq_diffusers.mini import MINI_SD
 
 DILATED, PLAIN = 981, 1  # timesteps
@@ -103,8 +95,8 @@ def small_unet(**overrides):
     return tiny_unet(sample_size=8, **overrides)
 
 
-def small_pipe(cls=StableDiffusionPipeline, **components):
-    return tiny_pipe(small_unet(), cls, **components)
+def small_pipe():
+    return tiny_pipe(small_unet())
 
 
 def predict(unet, timestep=DILATED, height=16, width=16, batch=1, **arguments):
@@ -114,6 +106,18 @@ def predict(unet, timestep=DILATED, height=16, width=16, batch=1, **arguments):
     text = torch.randn(batch, 5, 32, generator=generator).to(dtype)
     with torch.no_grad():
         return unet(sample, timestep, text, **arguments).sample
+
+
+@pytest.fixture
+def dilated():
+    """Run ScaleCrafter on a pipeline or UNet until the test ends, and return it."""
+    with ExitStack() as stack:
+
+        def enter(pipe, *size, **config):
+            stack.enter_context(scalecrafter(pipe, *size, **config))
+            return pipe
+
+        yield enter
 
 
 def assert_equal_to_rounding(result, expected):
@@ -156,12 +160,12 @@ class TestConvolution:
         expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
         plain, late = predict(unet, **latents), predict(unet, PLAIN, **latents)
         pipe = tiny_pipe(unet).to(torch.float64)
-        apply_scalecrafter(pipe, height, width, config=config)
-        draw(pipe, height=height, width=width, guidance_scale=1.0)  # for noise-damped guidance
-        assert_equal_to_rounding(predict(unet, **latents), expected)
+        with scalecrafter(pipe, height, width, config=config):
+            draw(pipe, height=height, width=width, guidance_scale=1.0)  # for noise-damped guidance
+            assert_equal_to_rounding(predict(unet, **latents), expected)
+            assert torch.equal(predict(unet, PLAIN, **latents), late)
         assert differ(expected, plain)
-        assert torch.equal(predict(unet, PLAIN, **latents), late)
-        assert torch.equal(predict(remove_scalecrafter(pipe).unet, **latents), plain)
+        assert torch.equal(predict(unet, **latents), plain)
 
     @pytest.mark.parametrize("padding", [1, 0])
     def test_downsamplers_stay_as_they_are(self, padding):
@@ -173,8 +177,8 @@ class TestConvolution:
         others = re.compile(r"(conv[12]|upsamplers\.0\.conv)$")
         expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2), others))
         config = ScaleCrafterConfig((1, 2), num_dilated_steps=30, downsamplers=padding == 0)
-        apply_scalecrafter(unet, 128, 128, config=config)
-        assert_equal_to_rounding(predict(unet), expected)
+        with scalecrafter(unet, 128, 128, config=config):
+            assert_equal_to_rounding(predict(unet), expected)
         assert differ(expected, authors)
 
     def test_three_levels(self):
@@ -184,10 +188,10 @@ class TestConvolution:
             mini = UNet2DConditionModel.from_config(config)
         for unet in (mini, sdxl_unet(layers_per_block=2)):
             size = 16 * unet.config.sample_size
-            apply_scalecrafter(unet, size, size)
             levels = {}
-            for convolution in unet._scalecrafter.convolutions:
-                levels.setdefault(convolution.level, []).append(convolution)
+            with scalecrafter(unet, size, size):
+                for convolution in unet._scalecrafter.convolutions:
+                    levels.setdefault(convolution.level, []).append(convolution)
             # A resnet has two: 2 down, 3 up and a sampler each; 2 down, 2 in the middle, 3 up.
             assert {level: len(found) for level, found in levels.items()} == {1: 12, 2: 15}
 
@@ -249,7 +253,7 @@ class TestTimesteps:
             del table
         assert len(set(addresses)) < 20
 
-    def test_no_read_per_step(self):
+    def test_no_read_per_step(self, dilated):
         """Catches a wait for the device in every step of an image."""
 
         class Reads(TorchDispatchMode):
@@ -259,7 +263,7 @@ class TestTimesteps:
                 self.count += function is torch.ops.aten._local_scalar_dense.default
                 return function(*args, **(kwargs or {}))
 
-        unet = apply_scalecrafter(small_unet(layers_per_block=1), 128, 128)
+        unet = dilated(small_unet(), 128, 128)
         with Reads() as reads:
             torch.tensor(3).item()
             assert reads.count == 1
@@ -268,62 +272,40 @@ class TestTimesteps:
         assert reads.count == 1
 
 
-class TestApplyAndRemove:
+class TestInTheBlock:
     def test_comes_back(self):
-        """Catches convolutions that never change, and anything that stays behind."""
+        """Catches convolutions that never change, and anything that stays behind, also after an
+        error."""
         pipe = small_pipe()
         plain = draw(pipe)
         attributes = {name: set(vars(module)) for name, module in pipe.unet.named_modules()}
-        assert apply_scalecrafter(pipe, 128, 128) is pipe
-        dilated = draw(pipe)
-        assert differ(dilated, plain)
-        assert torch.equal(draw(apply_scalecrafter(pipe, 128, 128)), dilated)
-        assert remove_scalecrafter(pipe) is pipe
+
+        def fail():
+            with scalecrafter(pipe, 128, 128):
+                assert differ(draw(pipe), plain)
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
         assert torch.equal(draw(pipe), plain)
-        assert torch.equal(draw(remove_scalecrafter(pipe)), plain)
         for name, module in pipe.unet.named_modules():
             assert set(vars(module)) == attributes[name]
             assert not module._forward_pre_hooks
             assert not module._forward_hooks
 
-    def test_context(self):
-        """Catches an earlier ScaleCrafter that is lost, and one that outlives an error."""
-        pipe = small_pipe()
-        plain = draw(pipe, height=256, width=256)
-
-        def fail():
-            with scalecrafter(pipe, 256, 256):
-                assert differ(draw(pipe, height=256, width=256), plain)
-                raise KeyError
-
-        with pytest.raises(KeyError):
-            fail()
-        assert torch.equal(draw(pipe, height=256, width=256), plain)
-        outer = draw(apply_scalecrafter(pipe, 128, 128))
-        with scalecrafter(pipe, 256, 256):
-            assert differ(draw(pipe, height=256, width=256), plain)
+    def test_nested(self, dilated):
+        """Catches an earlier ScaleCrafter that is lost, or dilates a second time."""
+        pipe, size = small_pipe(), {"height": 160, "width": 160}
+        with scalecrafter(pipe, 160, 160):
+            expected = draw(pipe, **size)
+        outer = draw(dilated(pipe, 128, 128))
+        with scalecrafter(pipe, 160, 160):
+            assert torch.equal(draw(pipe, **size), expected)
         assert torch.equal(draw(pipe), outer)
 
-    def test_copies(self):
-        """Catches a copy of a UNet whose timestep switches the original's convolutions."""
-        unet = apply_scalecrafter(small_unet(), 128, 128)
-        dilated = predict(unet)
-        other = copy.deepcopy(unet)
-        late = predict(other, PLAIN)
-        assert torch.equal(predict(unet), dilated)
-        remove_scalecrafter(unet)
-        assert torch.equal(predict(other), dilated)
-        assert torch.equal(predict(other, PLAIN), late)
-        assert differ(predict(unet), dilated)
-
-    def test_errors_change_nothing(self):
-        pipe = apply_scalecrafter(small_pipe(), 128, 128)
+    def test_errors_change_nothing(self, dilated):
+        pipe = dilated(small_pipe(), 128, 128)
         before = draw(pipe)
-        one_level = tiny_unet(
-            block_out_channels=(16,),
-            down_block_types=("CrossAttnDownBlock2D",),
-            up_block_types=("CrossAttnUpBlock2D",),
-        )
         flat = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
         for error, message, arguments in (
             (ValueError, "larger than the training size, 64, but got 64 x 32", (pipe, 64, 32)),
@@ -331,7 +313,7 @@ class TestApplyAndRemove:
             (ValueError, r"settings for 128 x 128, 160 x 160, .*but got 96 x 128", (pipe, 96, 128)),
             (ValueError, "needs a pipeline with guidance, but got UNet2D", (pipe.unet, 256, 256)),
             (ValueError, r"no 3x3 convolution at a level that dilations=\(1, 2\)",
-             (one_level, 256, 256, flat)),
+             (traced_unet(), 256, 256, flat)),
             (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
             (TypeError, "height must be an int, but got 256.5", (pipe, 256.5, 256)),
             (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
@@ -346,7 +328,7 @@ class TestApplyAndRemove:
         ):  # fmt: skip
             pipe_or_unet, height, width, config = (*arguments, None)[:4]
             with pytest.raises(error, match=message):
-                apply_scalecrafter(pipe_or_unet, height, width, config=config)
+                dilated(pipe_or_unet, height, width, config=config)
         assert torch.equal(draw(pipe), before)
         with pytest.raises(
             ValueError, match=r"applied for images of 128 x 128, .* latents of \(8, 16"
@@ -374,15 +356,15 @@ class TestApplyAndRemove:
 SIZE_4X = {"height": 128, "width": 128}
 
 
-def damped_pipe(cls=StableDiffusionPipeline, *, unet=(), **components):
+def damped_pipe(cls=StableDiffusionPipeline, **unet):
     """A pipeline whose UNet was trained, by its config, on images of 32 x 32."""
-    return tiny_pipe(tiny_unet(sample_size=4, **dict(unet)), cls, **components)
+    return tiny_pipe(tiny_unet(sample_size=4, **unet), cls)
 
 
 class TestNoiseDampedGuidance:
-    def test_by_hand(self):
+    def test_by_hand(self, dilated):
         """Catches halves or networks that are swapped: weak(uncond) + w (strong - strong)."""
-        pipe = damped_pipe(unet={"layers_per_block": 1})
+        pipe = damped_pipe()
         strong = {667: by_level(2, 2, 3), 334: by_level(2, 2, 2), 1: {}}
         weak = {667: by_level(1, 2, 3), 334: by_level(1, 2, 2), 1: {}}
         text, empty = pipe.encode_prompt("a red fox", "cpu", 1, True)
@@ -402,7 +384,7 @@ class TestNoiseDampedGuidance:
                 noise = weak_unet(expected, timestep, empty).sample
                 noise = noise + 7.5 * (conditional - unconditional)
                 expected = scheduler.step(noise, timestep, expected).prev_sample
-        apply_scalecrafter(pipe, 128, 128)
+        dilated(pipe, 128, 128)
         arguments = SIZE_4X | {"latents": latents, "num_inference_steps": 3}
         result = draw(pipe, guidance_scale=7.5, **arguments)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
@@ -413,7 +395,7 @@ class TestNoiseDampedGuidance:
             unguided = draw(pipe, guidance_scale=1.0, **arguments)
         assert torch.equal(draw(pipe, guidance_scale=1.0, **arguments), unguided)
 
-    def test_levels_of_the_weak_evaluation_alone(self):
+    def test_levels_of_the_weak_evaluation_alone(self, dilated):
         """Catches a level whose convolutions only `dilations` chooses, or dilates."""
         pipe = small_pipe()
         config = ScaleCrafterConfig((1, 1, 3), 50, damped_dilations=(1, 2))
@@ -423,7 +405,7 @@ class TestNoiseDampedGuidance:
             redilate(copy.deepcopy(pipe.unet), by_level(*factors))
             for factors in ((1, 3, 3), (2, 2, 2))
         )
-        draw(apply_scalecrafter(pipe, 128, 128, config=config))  # says that it guides
+        draw(dilated(pipe, 128, 128, config=config))  # says that it guides
         with torch.no_grad():
             unconditional, conditional = strong(*inputs).sample.chunk(2)
             damped = weak(*inputs).sample[:1]
@@ -432,53 +414,22 @@ class TestNoiseDampedGuidance:
             assert torch.equal(pipe.unet(*inputs, return_dict=False)[0], result)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
 
-    def test_tensors_of_both_halves(self):
-        """Catches an input of a ControlNet that is not cut in half with the batch."""
-        controlnet = ControlNetModel.from_unet(tiny_unet(sample_size=4))
-        nn.init.normal_(controlnet.controlnet_mid_block.weight)
-        image = random_image(128)
-        pipe = damped_pipe(StableDiffusionControlNetPipeline, controlnet=controlnet)
-        arguments = SIZE_4X | {"image": image, "num_inference_steps": 2}
-        plain = draw(pipe, **arguments)
-        apply_scalecrafter(pipe, 128, 128)
-        assert differ(draw(pipe, **arguments), plain)
-        assert torch.equal(draw(remove_scalecrafter(pipe), **arguments), plain)
-
     def test_features_of_an_adapter(self):
         """Catches a weak evaluation without them: the UNet takes them out of their list."""
         pipe, image = adapter_pipe(sample_size=4), random_image(128)
 
-        def dilated(damped_dilations=None):
+        def drawn(damped_dilations=None):
             with scalecrafter(
                 pipe, 128, 128, config=ScaleCrafterConfig((1, 2), 50, False, damped_dilations)
             ):
                 return draw(pipe, image=image)
 
-        assert not differ(dilated((1, 2)), dilated())
-        assert differ(dilated((1, 1)), dilated())
+        assert not differ(drawn((1, 2)), drawn())
+        assert differ(drawn((1, 1)), drawn())
 
-    @pytest.mark.parametrize(
-        ("cls", "unet", "arguments"),
-        [
-            (StableDiffusionInstructPix2PixPipeline, {"in_channels": 8}, {"image": 128}),
-            (StableDiffusionPAGPipeline, {}, {"pag_scale": 3.0, **SIZE_4X}),
-        ],
-    )
-    def test_three_evaluations(self, cls, unet, arguments):
-        """Catches halves of three parts (text, image, uncond), which broadcast silently."""
-        pipe = damped_pipe(cls, unet=unet)
-        if "image" in arguments:
-            arguments = {"image": random_image(128)}
-        plain = draw(pipe, **arguments)
-        apply_scalecrafter(pipe, 128, 128)
-        with pytest.raises(ValueError, match="another batch of 3; apply ScaleCrafter to the pipe"):
-            draw(pipe, **arguments)
-        with scalecrafter(pipe, 128, 128, config=ScaleCrafterConfig((1, 2), 30)):
-            assert differ(draw(pipe, **arguments), plain)
-
-    def test_other_pipeline_draws(self):
+    def test_other_pipeline_draws(self, dilated):
         """Catches damping that is silently off, and images that are mixed as if guided."""
-        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
+        pipe = dilated(damped_pipe(), 128, 128)
         other = quiet(StableDiffusionPipeline.from_pipe(pipe))
         with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):
             draw(other, **SIZE_4X)
@@ -490,9 +441,9 @@ class TestNoiseDampedGuidance:
                 draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
         assert torch.equal(draw(pipe, **SIZE_4X), expected)
 
-    def test_copied_pipeline(self):
+    def test_copied_pipeline(self, dilated):
         """Catches a copy that asks the original whether it guides."""
-        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
+        pipe = dilated(damped_pipe(), 128, 128)
         copied = copy.deepcopy(pipe)
         expected = draw(pipe, **SIZE_4X)
         draw(pipe, guidance_scale=1.0, **SIZE_4X)
@@ -500,9 +451,9 @@ class TestNoiseDampedGuidance:
         unguided = draw(copied, guidance_scale=1.0, **SIZE_4X)
         assert torch.equal(draw(pipe, guidance_scale=1.0, **SIZE_4X), unguided)
 
-    def test_an_error_in_the_weak_evaluation(self):
+    def test_an_error_in_the_weak_evaluation(self, dilated):
         """Catches ScaleCrafter that stays off after it."""
-        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
+        pipe = dilated(damped_pipe(), 128, 128)
         expected, evaluations = draw(pipe, **SIZE_4X), []
 
         def fail_second(module, inputs):
@@ -516,10 +467,10 @@ class TestNoiseDampedGuidance:
         handle.remove()
         assert torch.equal(draw(pipe, **SIZE_4X), expected)
 
-    def test_nothing_is_kept(self):
+    def test_nothing_is_kept(self, dilated):
         """Catches inputs of a call, such as a ControlNet's, that stay in memory, also when the UNet
         has run out of it."""
-        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
+        pipe = dilated(damped_pipe(), 128, 128)
         draw(pipe, **SIZE_4X)
 
         def fail(module, inputs):
@@ -539,49 +490,30 @@ class TestNoiseDampedGuidance:
 class TestBeside:
     """One UNet with the definition and one with ScaleCrafter; the same is done to both."""
 
-    def linfusion(self, unet):
-        for layer in select_layers(unet, (3,)):
-            layer.attn.set_processor(LinFusionProcessor(layer.attn.query_dim))
-
-    def token_merging(self, unet):
-        for layer in select_layers(unet, (1,)):
-            layer.attn.register_forward_pre_hook(lambda _, args: (args[0][:, ::2], *args[1:]))
-            layer.attn.register_forward_hook(lambda *call: call[2].repeat_interleave(2, dim=1))
-
-    @pytest.mark.parametrize(
-        ("scalecrafter_first", "other"), [(True, "linfusion"), (False, "token_merging")]
-    )
-    def test_attention(self, scalecrafter_first, other):
-        """Catches one that undoes, or hides, another."""
+    @pytest.mark.parametrize("scalecrafter_first", [True, False])
+    def test_avq(self, scalecrafter_first):
+        """Catches one that undoes, or hides, the other."""
         codebooks = random_codebooks(small_unet())
         unet, expected = small_unet(), redilate(small_unet(), by_level(2, 2, 2))
-        if scalecrafter_first:
-            apply_scalecrafter(unet, 128, 128)
-        for one in (unet, expected):
-            getattr(self, other)(one)
-            apply_avq(one, codebooks)
-        plain = predict(unet, PLAIN)
+        exact = predict(unet, PLAIN)
+        expected = predict(apply_avq(expected, codebooks))
         if not scalecrafter_first:
-            apply_scalecrafter(unet, 128, 128)
-        assert torch.equal(predict(unet, PLAIN), plain)
-        result, expected = predict(unet), predict(expected)
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
-        assert {"AVQ"} <= kinds(unet)
-        with avq_disabled(unet):
+            apply_avq(unet, codebooks)
+        with scalecrafter(unet, 128, 128):
+            if scalecrafter_first:
+                apply_avq(unet, codebooks)
+            plain, result = predict(unet, PLAIN), predict(unet)
+            torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
+            assert {"AVQ"} <= kinds(unet)
+            with avq_disabled(unet):
+                assert differ(predict(unet), result)
+            if scalecrafter_first:
+                remove_avq(unet)
+                assert torch.equal(predict(unet, PLAIN), exact)
+        if not scalecrafter_first:
+            assert torch.equal(predict(unet, PLAIN), plain)
             assert differ(predict(unet), result)
-        remove_scalecrafter(unet)
-        assert differ(predict(unet), result)
-        assert torch.equal(predict(unet, PLAIN), plain)
-
-    def test_any_order_of_removal(self):
-        """Catches a hook or processor that is put back over the other's."""
-        codebooks, unet = random_codebooks(small_unet()), small_unet()
-        plain = predict(unet)
-        for removals in ((remove_scalecrafter, remove_avq), (remove_avq, remove_scalecrafter)):
-            apply_avq(apply_scalecrafter(unet, 128, 128), codebooks)
-            for remove in removals:
-                remove(unet)
-            assert torch.equal(predict(unet), plain)
+        assert torch.equal(predict(remove_avq(unet), PLAIN), exact)
 
     @pytest.mark.parametrize("lora_first", [True, False])
     def test_lora(self, lora_first):
@@ -589,44 +521,45 @@ class TestBeside:
         pipe, reference = small_pipe(), small_pipe()
         targets = ["conv1", "conv2", "conv", "to_q"]
         lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-        plain = predict(apply_scalecrafter(pipe.unet, 128, 128))
-        if lora_first:
-            remove_scalecrafter(pipe)
-        torch.manual_seed(3)
-        pipe.unet.add_adapter(lora)
-        if lora_first:
-            apply_scalecrafter(pipe, 128, 128)
-        result = predict(pipe.unet)
-        assert differ(result, plain)
 
-        torch.manual_seed(3)
-        reference.unet.add_adapter(lora)
-        reference.fuse_lora()
-        reference.unload_lora_weights()
-        expected = predict(redilate(reference.unet, by_level(2, 2, 2)))
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
-        pipe.unload_lora_weights()
-        assert torch.equal(predict(pipe.unet), plain)
-        remove_scalecrafter(pipe)
+        def load(pipe):
+            torch.manual_seed(3)
+            pipe.unet.add_adapter(lora)
+
+        with scalecrafter(pipe, 128, 128):
+            plain = predict(pipe.unet)
+        if lora_first:
+            load(pipe)
+        with scalecrafter(pipe, 128, 128):
+            if not lora_first:
+                load(pipe)
+            result = predict(pipe.unet)
+            load(reference)
+            reference.fuse_lora()
+            reference.unload_lora_weights()
+            expected = predict(redilate(reference.unet, by_level(2, 2, 2)))
+            torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
+            assert differ(result, plain)
+            pipe.unload_lora_weights()
+            assert torch.equal(predict(pipe.unet), plain)
         assert not any(module._forward_hooks for module in pipe.unet.modules())
 
-    def test_sequential_offload(self):
+    def test_sequential_offload(self, dilated):
         """Catches weights that are read while they lie on the meta device."""
-        expected = predict(apply_scalecrafter(small_unet(), 128, 128))
-        unet = apply_scalecrafter(small_unet(), 128, 128)
+        expected, unet = predict(dilated(small_unet(), 128, 128)), dilated(small_unet(), 128, 128)
         cpu_offload(unet, execution_device=torch.device("cpu"))
         assert torch.equal(predict(unet), expected)
 
-    def test_compile(self):
+    def test_compile(self, dilated):
         """Catches graphs that multiply with the timesteps, or do not switch."""
         unet = small_unet(
-            block_out_channels=(16, 32),
-            layers_per_block=1,
-            down_block_types=("DownBlock2D",) * 2,
+            block_out_channels=(16,),
+            down_block_types=("DownBlock2D",),
             mid_block_type=None,
-            up_block_types=("UpBlock2D",) * 2,
+            up_block_types=("UpBlock2D",),
         )
-        expected = apply_scalecrafter(copy.deepcopy(unet), 128, 128)
+        config = ScaleCrafterConfig((2,), num_dilated_steps=30)
+        expected = dilated(copy.deepcopy(unet), 128, 128, config=config)
         graphs = []
 
         def backend(graph, inputs):
@@ -635,9 +568,8 @@ class TestBeside:
 
         torch._dynamo.reset()
         unet = torch.compile(unet, backend=backend, fullgraph=True)
-        apply_scalecrafter(unet, 128, 128)
-        for timestep in torch.tensor([981, 941, 421, 381, 1, 961, 21]):
-            assert torch.equal(predict(unet, timestep), predict(expected, timestep))
-        assert len(graphs) == 2
-        remove_scalecrafter(unet)
+        with scalecrafter(unet, 128, 128, config=config):
+            for timestep in torch.tensor([981, 941, 421, 381, 1, 961, 21]):
+                assert torch.equal(predict(unet, timestep), predict(expected, timestep))
+            assert len(graphs) == 2
         assert differ(predict(unet), predict(expected))

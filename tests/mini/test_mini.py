@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
+from tiny import tiny_pipe
 from torch import Tensor
 from transformers import CLIPTokenizer
 
@@ -20,10 +21,11 @@ from avq_diffusers import (
     gather_codebooks,
     remove_avq,
     select_layers,
-    set_threshold,
     summary,
 )
 from avq_diffusers.codebook.codebook import Codebook, constraint_error
+from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
     MINI_SD,
@@ -41,7 +43,7 @@ from distill.scenes import (
     render,
     sample_scene,
 )
-from eval.quality.metrics import Scorer, psnr
+from eval.quality.metrics import Scorer
 from eval.store.report import SCORER
 
 MEBIBYTE = 2**20
@@ -100,13 +102,14 @@ def latents_of(pipe, size: int = 256) -> Tensor:
 
 
 @torch.no_grad()
-def noisy_step(pipe, caption: str | None = None) -> Tensor:
+def noisy_step(pipe, caption: str | None = None, size: int = 256) -> Tensor:
     """The UNet's output for the noisy latents of one held-out scene and its or another caption."""
-    noise = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    latents = latents_of(pipe, size)
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
     caption = SCENE.caption if caption is None else caption
     tokens = pipe.tokenizer(caption, padding="max_length", return_tensors="pt").input_ids
     text = pipe.text_encoder(tokens).last_hidden_state
-    noisy = pipe.scheduler.add_noise(latents_of(pipe), noise, torch.tensor([TIMESTEP]))
+    noisy = pipe.scheduler.add_noise(latents, noise, torch.tensor([TIMESTEP]))
     return pipe.unet(noisy, TIMESTEP, text).sample
 
 
@@ -181,7 +184,7 @@ def test_the_codebooks_keep_the_constraint(shipped, recwarn):
     assert not [warning for warning in recwarn if "average to their parent" in str(warning.message)]
 
 
-def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
+def test_the_codebooks_are_those_of_these_layers(mini, shipped):
     """A UNet step stays close to the exact one; codebooks of swapped layers do not keep it so."""
     names = list(shipped.layer_specs)
     swapped = gather_codebooks(
@@ -194,21 +197,22 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
             for name, other in zip(names, names[1:] + names[:1], strict=True)
         },
     )
-    errors = [error_of(mini, exact, codebooks, (0,)) for codebooks in (shipped, swapped)]
-    assert 0 < errors[0] < 0.05
+    exact = noisy_step(mini, size=128)
+    errors = [error_of(mini, exact, codebooks) for codebooks in (shipped, swapped)]
+    assert 0 < errors[0] < 0.03
     assert errors[1] > 3 * errors[0]
 
 
-def error_of(pipe, exact, source, levels) -> float:
-    """The relative error of a step with AVQ, which must run in all layers of these levels."""
+def error_of(pipe, exact, source) -> float:
+    """The relative error of a step with AVQ, which must run in all layers of level 0."""
     apply_avq(pipe, source)
     try:
-        step = noisy_step(pipe)
+        step = noisy_step(pipe, size=128)
         ran = [row.name for row in summary(pipe).rows if row.runs.startswith("AVQ")]
     finally:
         remove_avq(pipe)
-    assert ran == [layer.name for layer in select_layers(pipe.unet, levels)]
-    return float((step - exact[0]).norm() / exact[0].norm())
+    assert ran == [layer.name for layer in select_layers(pipe.unet, (0,))]
+    return float((step - exact).norm() / exact.norm())
 
 
 def test_the_unet_denoises_held_out_scenes_and_reads_the_caption(mini, exact):
@@ -255,35 +259,17 @@ def test_the_scorer_retrieves_held_out_scenes(scorer):
 @torch.no_grad()
 def test_the_vae_reconstructs_held_out_scenes(mini):
     """Fails for fp16 damage, a wrong scaling of images, or a decoder of another encoder."""
-    for scene in scenes(1):
-        image = pixels(render(scene)[None])
-        latents = mini.vae.encode(image).latent_dist.mean
-        copy = mini.vae.decode(latents).sample.clamp(-1, 1)
-        assert -10 * ((copy - image) / 2).square().mean().log10() >= 34
-        assert 0.5 < (latents * mini.vae.config.scaling_factor).std() < 2
+    latents = latents_of(mini)
+    copy = mini.vae.decode(latents / mini.vae.config.scaling_factor).sample.clamp(-1, 1)
+    assert -10 * ((copy - pixels(render(SCENE)[None])) / 2).square().mean().log10() >= 34
+    assert 0.5 < latents.std() < 2
 
 
-@pytest.mark.gpu
-def test_kernels_generate_the_image_of_the_pytorch_path(shipped):
-    """Up to rounding, which near-ties between parents amplify: closer than to the exact one."""
-    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD).to("cuda")
-    pipe.set_progress_bar_config(disable=True)
-
-    def image() -> np.ndarray:
-        generator = torch.Generator().manual_seed(0)
-        prompt = default_prompts()[0]
-        images = pipe(prompt, generator=generator, num_inference_steps=25, output_type="np").images
-        return (images * 255).round().astype(np.uint8)
-
-    exact = image()
-    images = {}
-    for backend in ("triton", "torch"):
-        apply_avq(pipe, shipped, backend=backend, route="always")
-        images[backend] = image()
-        assert f"AVQ ({backend} backend)" in str(summary(pipe))
-        remove_avq(pipe)
-    apart = psnr(images["triton"], images["torch"])[0]
-    assert apart > 6 + psnr(exact, images["torch"])[0]
+def test_it_has_scalecrafter_settings_of_its_own(mini):
+    """Catches those of SD1.5 for mini-sd, and mini-sd's for other models or sizes."""
+    cases = (mini, 512, MINI_SCALECRAFTER), (mini, 1024, SD15_2048), (tiny_pipe(), 256, SD15_1024)
+    for pipe, side, config in cases:
+        assert usual_scalecrafter(pipe, side, side) is config
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +291,7 @@ def test_the_transformer_is_of_sd35_in_small(mini_sd3):
 @torch.no_grad()
 def velocity(pipe, caption: str | None = None) -> tuple[Tensor, Tensor]:
     """The predicted and the true velocity of one held-out scene, for its or another caption."""
-    latents = latents_of(pipe, 512)
+    latents = latents_of(pipe, 384)  # near its 512, at a third of the time
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
     texts = [SCENE.caption if caption is None else caption] * 3
     text, _, pooled, _ = pipe.encode_prompt(*texts, do_classifier_free_guidance=False)
@@ -331,17 +317,13 @@ def test_mini_sd3_predicts_the_velocity_of_held_out_scenes_and_reads_the_caption
 
 
 def test_avq_in_every_layer_of_mini_sd3_stays_close(mini_sd3, exact_velocity):
-    """The image's own second attention is what AVQ changes most."""
     exact, _ = exact_velocity
     apply_avq(mini_sd3, route="always")
     try:
         output, _ = velocity(mini_sd3)
         rows = summary(mini_sd3).rows
-        set_threshold(mini_sd3, {row.name: "exact" for row in rows if row.name.endswith("attn2")})
-        joint, _ = velocity(mini_sd3)
     finally:
         remove_avq(mini_sd3)
     assert len(rows) == 10
     assert all(row.runs.startswith("AVQ") for row in rows)
-    assert 0 < ((output - exact).norm() / exact.norm()).item() < 0.05
-    assert 0 < ((joint - exact).norm() / exact.norm()).item() < 0.03
+    assert 0 < (output - exact).norm() / exact.norm() < 0.015

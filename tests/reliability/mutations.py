@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice, zip_longest
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -25,32 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTATED = ("avq_diffusers/attention", "avq_diffusers/hosts", "distill/objective.py")
 MUTATED += ("distill/quantizer.py",)
 LEFT_OUT = {"annotation", "returns", "decorator_list"}
-CONTRACT = "hosts/test_contract.py"
-PIPELINES = "hosts/test_transformer_pipelines.py"
-# The first that a path begins with says which tests are near.
+# Tests of what a path begins with.
 NEAREST = {
-    "avq_diffusers/attention/triton": ("attention/test_fuzz.py", "attention/test_kernels.py"),
-    "avq_diffusers/attention/diagnostics": ("attention/test_diagnostics.py",),
-    "avq_diffusers/attention/orders": ("attention/test_orders.py",),
-    "avq_diffusers/attention/self_check": ("attention/test_self_check.py",),
-    "avq_diffusers/attention/reference": ("attention/test_definition.py", "attention/test_fuzz.py"),
-    "avq_diffusers/attention": (
-        *("attention/test_api.py", "attention/test_torch.py", "attention/test_fuzz.py"),
-        *("attention/test_definition.py", "attention/test_kernels.py"),
-    ),
-    "avq_diffusers/hosts/core/routing": ("hosts/test_routing.py",),
-    "avq_diffusers/hosts/core/columns": ("hosts/test_routing.py",),
-    "avq_diffusers/hosts/core/ranks": ("hosts/test_parallel.py",),
-    "avq_diffusers/hosts/core/timesteps": ("extras/test_scalecrafter.py", CONTRACT),
-    "avq_diffusers/hosts/core": (CONTRACT, "hosts/test_refinement.py", "hosts/test_projection.py"),
-    "avq_diffusers/hosts/models/masks": ("hosts/test_masks.py", CONTRACT),
-    "avq_diffusers/hosts/models/parallel": ("hosts/test_parallel.py",),
-    "avq_diffusers/hosts/models/unet": ("hosts/test_unet.py", "hosts/test_other_attention.py"),
-    "avq_diffusers/hosts/models/vision": ("hosts/test_vision.py", CONTRACT),
-    "avq_diffusers/hosts/models": (CONTRACT, "hosts/test_dispatch.py", PIPELINES),
-    "avq_diffusers/hosts/codebooks": ("hosts/test_codebooks.py", "hosts/test_calibration.py"),
-    "avq_diffusers/hosts/measuring": ("hosts/test_profile.py", "hosts/test_measurement.py"),
-    "avq_diffusers/hosts": ("hosts/test_unet.py", "hosts/test_profile.py", CONTRACT),
+    "avq_diffusers/attention": ("attention",),
+    "avq_diffusers/hosts": ("hosts", "extras"),
     "distill": ("distill/test_distill_objective.py",),
 }
 SWAPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
@@ -122,15 +99,6 @@ def faults(node: ast.AST, text) -> Iterator[tuple[str, ast.AST, str]]:
             yield "condition", node, f"({text(first)})"
 
 
-def draw(places: list[Mutation], seed: int) -> Iterator[Mutation]:
-    """All of them, of one kind of fault after the other."""
-    kinds: dict[str, list[Mutation]] = {}
-    for place in Random(seed).sample(places, len(places)):
-        kinds.setdefault(place.fault, []).append(place)
-    for of_each in zip_longest(*(kinds[fault] for fault in sorted(kinds))):
-        yield from filter(None, of_each)
-
-
 def nearest(path: str) -> tuple[str, ...]:
     return next(tests for start, tests in NEAREST.items() if path.startswith(start))
 
@@ -156,12 +124,12 @@ def main() -> None:
     given = parser.parse_args()
     paths = [path for x in MUTATED for path in [ROOT / x, *sorted((ROOT / x).rglob("*.py"))]]
     names = [str(path.relative_to(ROOT)) for path in paths if path.suffix == ".py"]
-    drawn = draw([mutation for name in names for mutation in mutations_of(name)], given.seed)
+    places = [mutation for name in names for mutation in mutations_of(name)]
     outcomes: Counter[str] = Counter()
     with TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
-        for mutation in islice(drawn, given.number):
+        for mutation in Random(given.seed).sample(places, given.number):
             path = copy / mutation.path
             whole = path.read_bytes()
             was = whole[mutation.start : mutation.stop]

@@ -13,7 +13,7 @@ import torch
 
 from avq_diffusers import apply_avq, remove_avq, set_num_refined
 
-IMAGES_PER_APPLY = 5
+IMAGES_PER_APPLY = 3
 # Bytes per image that an allocator may still be settling by; the codebooks of mini-sd, if one
 # apply leaked them, would be 9 times this.
 SETTLING = 20_000
@@ -47,12 +47,12 @@ def objects() -> int:
 
 
 def measured(pipe, codebooks, images: int, measure: Callable[[], int], **arguments) -> list[int]:
-    """`measure` after each of many rounds: apply AVQ, generate five images, remove AVQ."""
+    """`measure` after each of many rounds: apply AVQ, generate three images, remove AVQ."""
     found = []
     for start in range(0, images, IMAGES_PER_APPLY):
         apply_avq(pipe, codebooks, route="always")
         for index in range(start, start + IMAGES_PER_APPLY):
-            set_num_refined(pipe, index % 3)
+            set_num_refined(pipe, index % IMAGES_PER_APPLY)
             pipe(**arguments, generator=torch.Generator().manual_seed(index))
         remove_avq(pipe)
         gc.collect()
@@ -62,11 +62,11 @@ def measured(pipe, codebooks, images: int, measure: Callable[[], int], **argumen
 
 def test_images_between_apply_and_remove_leave_nothing_behind(pipe, codebooks, only_new_objects):
     """Catches a hook, a state or a packed codebook that outlives `remove_avq`."""
-    assert len(set(measured(pipe, codebooks, 15, objects, **IMAGE)[1:])) == 1
+    assert len(set(measured(pipe, codebooks, 9, objects, **IMAGE)[1:])) == 1
 
 
 def test_a_leak_is_seen(pipe, codebooks, only_new_objects):
-    """The control: what is kept of every fifth image shows."""
+    """The control: what is kept of every third image shows."""
     kept = []
 
     class Leaking:
@@ -75,10 +75,10 @@ def test_a_leak_is_seen(pipe, codebooks, only_new_objects):
         unet, config = pipe.unet, pipe.config
 
         def __call__(self, **arguments):
-            if arguments["generator"].initial_seed() % 5 == 0:
+            if arguments["generator"].initial_seed() % IMAGES_PER_APPLY == 0:
                 kept.append(deepcopy(codebooks))
 
-    found = measured(Leaking(), codebooks, 15, objects)
+    found = measured(Leaking(), codebooks, 9, objects)
     assert found[-1] > found[1]
     assert len(kept) == 3
 

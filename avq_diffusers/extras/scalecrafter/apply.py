@@ -1,4 +1,4 @@
-"""Switch ScaleCrafter on and off: `apply_scalecrafter`, `remove_scalecrafter`, `scalecrafter`.
+"""Run ScaleCrafter on a pipeline: `scalecrafter`.
 
 A hook sets the UNet's convolutions by the timestep of each call. It reads a scheduler's timesteps
 from the device once per image; for noise-damped guidance it also compares the latents there at each
@@ -6,8 +6,8 @@ step. It stays outside compiled code. `torch.compile(unet)` makes one graph per 
 that an image goes through: two, or nine at four times the training size. For nine, raise
 `torch._dynamo.config.recompile_limit` to 16. If the UNet must compile without a graph break
 (`fullgraph=True`), call `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before
-`apply_scalecrafter`. CUDA graph capture reads nothing: the graph keeps the convolutions of the
-previous call.
+`scalecrafter`. CUDA graph capture reads nothing: the graph keeps the convolutions of the previous
+call.
 """
 
 import math
@@ -30,63 +30,8 @@ from avq_diffusers.extras.scalecrafter.settings import (
     usual_config,
 )
 from avq_diffusers.hosts.core import TIMESTEP, Hosted, Timesteps
-from avq_diffusers.hosts.models import AnyModel, unet_of
+from avq_diffusers.hosts.models import unet_of
 from avq_diffusers.mini import IMAGE_SIZE, MINI_SD
-
-
-def apply_scalecrafter(
-    pipe: AnyModel,
-    height: int,
-    width: int,
-    *,
-    config: ScaleCrafterConfig | None = None,
-) -> AnyModel:
-    """Dilate the UNet's convolutions for images of this size, larger than it was trained on.
-
-    An earlier ScaleCrafter is removed first. Attention and ControlNets stay unchanged. Img2img with
-    a strength below about 0.4 (0.3 from 2.5 times the training size on) starts after the dilated
-    part. The UNet then refuses latents of another size, and samplers without training timesteps
-    such as EDM's and IPNDM. It serves one thread at a time: all its convolutions follow the
-    timestep of the current call.
-
-    Args:
-        pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
-            generates, to know whether it uses guidance. If another pipeline with the same UNet
-            (`from_pipe`) generates, damping depends on whether this one last used guidance;
-            batches that do not fit are refused.
-        height: height of the images in pixels; 8 per latent for a UNet without a pipeline.
-        width: likewise.
-        config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
-            image to training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. The authors use others
-            for SD2.1 (20 dilated steps at 2 x 2) and for SDXL (no dilated down block at 2 x 2).
-            mini-sd at 2 x 2 works best with `MINI_SCALECRAFTER`.
-
-    Returns:
-        `pipe`.
-
-    Raises:
-        TypeError: `pipe` has no UNet, a side is not an int, or `config` is not a
-            `ScaleCrafterConfig`.
-        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
-            there are no settings for it, or the UNet has no convolution to dilate.
-    """
-    state = _ScaleCrafter(pipe, height, width, config)
-    remove_scalecrafter(pipe)
-    state.install(unet_of(pipe))
-    return pipe
-
-
-def remove_scalecrafter(pipe: AnyModel) -> AnyModel:
-    """Undo `apply_scalecrafter`; does nothing without ScaleCrafter.
-
-    Raises:
-        TypeError: `pipe` has no UNet.
-    """
-    unet = unet_of(pipe).model
-    if hasattr(unet, "_scalecrafter"):
-        unet._scalecrafter.uninstall()
-        del unet._scalecrafter
-    return pipe
 
 
 def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> ScaleCrafterConfig:
@@ -97,7 +42,7 @@ def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> Scal
         height, width: size of the images in pixels.
 
     Raises:
-        TypeError, ValueError: as `apply_scalecrafter`.
+        TypeError, ValueError: as `scalecrafter`.
     """
     is_mini = pipe.name_or_path == MINI_SD and height == width == 2 * IMAGE_SIZE
     config = MINI_SCALECRAFTER if is_mini else None
@@ -112,22 +57,49 @@ def scalecrafter(
     *,
     config: ScaleCrafterConfig | None = None,
 ) -> Iterator[None]:
-    """Apply ScaleCrafter inside the `with` block, then restore what was there before.
+    """Dilate the UNet's convolutions in the `with` block, for images larger than it was trained on.
+
+    Afterwards the UNet is as before, with any earlier ScaleCrafter. Attention and ControlNets stay
+    unchanged. Img2img with a strength below about 0.4 (0.3 from 2.5 times the training size on)
+    starts after the dilated part. In the block, the UNet refuses latents of another size, and
+    samplers without training timesteps such as EDM's and IPNDM. It serves one thread at a time: all
+    its convolutions follow the timestep of the current call.
 
     Args:
-        pipe, height, width, config: as in `apply_scalecrafter`.
+        pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
+            generates, to know whether it uses guidance. If another pipeline with the same UNet
+            (`from_pipe`) generates, damping depends on whether this one last used guidance;
+            batches that do not fit are refused.
+        height: height of the images in pixels; 8 per latent for a UNet without a pipeline.
+        width: likewise.
+        config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
+            image to training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. The authors use others
+            for SD2.1 (20 dilated steps at 2 x 2) and for SDXL (no dilated down block at 2 x 2).
+            mini-sd at 2 x 2 works best with `MINI_SCALECRAFTER`.
 
     Raises:
-        TypeError, ValueError: as `apply_scalecrafter`.
+        TypeError: `pipe` has no UNet, a side is not an int, or `config` is not a
+            `ScaleCrafterConfig`.
+        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
+            there are no settings for it, or the UNet has no convolution to dilate.
     """
-    earlier = getattr(unet_of(pipe).model, "_scalecrafter", None)
-    apply_scalecrafter(pipe, height, width, config=config)
+    state = _ScaleCrafter(pipe, height, width, config)
+    unet = unet_of(pipe)
+    earlier = getattr(unet.model, "_scalecrafter", None)
+    _switch(unet, state)
     try:
         yield
     finally:
-        remove_scalecrafter(pipe)
-        if earlier is not None:
-            earlier.install(unet_of(pipe))
+        _switch(unet_of(pipe), earlier)
+
+
+def _switch(hosted: Hosted, state: "_ScaleCrafter | None") -> None:
+    """Put a ScaleCrafter, or none, in place of what the UNet has."""
+    if hasattr(hosted.model, "_scalecrafter"):
+        hosted.model._scalecrafter.uninstall()
+        del hosted.model._scalecrafter
+    if state is not None:
+        state.install(hosted)
 
 
 class _ScaleCrafter:
