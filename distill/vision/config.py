@@ -11,7 +11,6 @@ from avq_diffusers import AVQConfig
 from distill.codewords import parse_codewords
 from distill.config import CodebookConfig
 from distill.config_file import Config, Count, Positive, Weight
-from distill.vision.baselines import BASELINES
 
 PartOfSide = Annotated[float, Field(gt=0, le=1)]
 
@@ -20,18 +19,16 @@ class AttentionName(NamedTuple):
     """The parsed name of an attention.
 
     Args:
-        baseline: one of `BASELINES`, or None.
-        avq: AVQ's sizes, or None.
+        avq: AVQ's sizes, or None for exact attention.
         own: whether codewords come from the keys of each call.
     """
 
-    baseline: str | None = None
     avq: AVQConfig | None = None
     own: bool = False
 
 
 def parse_attention(name: str, **fields: bool) -> AttentionName:
-    """Parse `exact`, a name from `BASELINES`, or a configuration as in `distill.codewords`.
+    """Parse `exact`, or a configuration as in `distill.codewords`.
 
     Args:
         name: the name.
@@ -42,14 +39,12 @@ def parse_attention(name: str, **fields: bool) -> AttentionName:
     """
     if name == "exact":
         return AttentionName()
-    if name in BASELINES:
-        return AttentionName(baseline=name)
     if name.startswith("M"):
         config, own = parse_codewords(name)
         return AttentionName(avq=config if own else replace(config, **fields), own=own)
     raise ValueError(
-        f"attention must be exact, {', '.join(BASELINES)}, or sizes such as M64C8T1e-4, M64P16C8, "
-        f"M192 or M64P16C8/own, but got {name!r}."
+        f"attention must be exact, or sizes such as M64C8T1e-4, M64P16C8, M192 or M64P16C8/own, "
+        f"but got {name!r}."
     )
 
 

@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
-    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -154,10 +153,6 @@ class Run:
             start_key_norms=True,
         )
 
-    def score(self) -> float:
-        """Top-1 accuracy or mean IoU over all validation images, in percent."""
-        return self.trainer.evaluate()[f"eval_{METRICS[self.config.task]}"]
-
     def save(self, output: Path) -> None:
         """Write `model`, with exact attention, and for stored codewords `codebooks`."""
         if self.layers:
@@ -168,13 +163,12 @@ class Run:
         self.model.save_pretrained(output / "model")
 
 
-def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
+def open_run(config: VisionConfig, output: Path) -> Run:
     """Open a run's data and model; codebooks that learn are still NaN.
 
     Args:
         config: the run's configuration.
         output: folder for checkpoints.
-        quiet: do not print log lines.
 
     Raises:
         OSError, ValueError: data or model cannot be read, or do not fit together.
@@ -191,7 +185,6 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
         logging_nan_inf_filter=False,  # would synchronize with the device in each step
         ddp_broadcast_buffers=False,  # codebooks are updated identically in all processes
         report_to="none",
-        disable_tqdm=quiet,
         **config.trainer,
     )
     (training, validation), classes = open_images(config, args.seed)
@@ -205,7 +198,7 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
     learner = Learner(model, config)
     images = learner.normalized(training.first(config.codebooks.start_images))
     attention = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
-    layers = set_attention(model, attention, config.codebooks, images, seed=args.seed)
+    layers = set_attention(model, attention, config.codebooks)
     learner.layers = layers
     trainer = Trainer(
         model=learner,
@@ -218,8 +211,6 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
         callbacks=[Steps(config, layers, training)],
         optimizers=(make_optimizer(model, args, config.head_rate), None),
     )
-    if quiet:
-        trainer.remove_callback(PrinterCallback)
     return Run(config, model, attention, layers, trainer, images.to(args.device))
 
 
@@ -268,8 +259,7 @@ def predictions(task: str, logits: Tensor, labels: Tensor) -> Tensor:
 def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, float]:
     """Fine-tune a model and return its metrics on the validation images, such as `eval_top1`.
 
-    Writes `model` to `output` and, for stored codewords, `codebooks` for `apply_avq`. A baseline's
-    own weights are part of `model`.
+    Writes `model` to `output` and, for stored codewords, `codebooks` for `apply_avq`.
 
     Args:
         config: the run's configuration.

@@ -17,7 +17,6 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers.mini.loading import usual_guidance
-from eval.benchmarks.distillation import last_error
 from eval.methods.prepared import attention_method, prepare_methods
 from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.store.markdown import rows_table, standard_error
@@ -161,4 +160,6 @@ def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
     changes = [f"--set={setting}" for setting in settings]
     done = subprocess.run([*command, "--resume", *changes], capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"the run {run} failed: {last_error(done.stderr)}")
+        lines = done.stderr.strip().splitlines() or ["it was killed"]
+        said = next((line for line in lines[::-1] if line.startswith("error: ")), lines[-1])
+        raise ValueError(f"the run {run} failed: {said.removeprefix('error: ')}")

@@ -69,7 +69,6 @@ def row_of(bench, name, method, run="eager"):
         ("sd35-large", 8.06, 38, None),
         ("flux", 11.90, 57, None),
         ("wan", 14.29, 80, 40),
-        ("hunyuan15", 8.33, 54, 54),
         ("minimax-h3", 33.12, 50, 50),
     ],
 )
@@ -153,12 +152,6 @@ def test_rows_of_other_methods(bench_of):
     assert all(after[name] is processor for name, processor in before.items())
 
 
-def test_a_model_with_a_mask_is_timed_in_eager_steps(bench_of):
-    """Catches exact attention that is timed as AVQ, since compiled code cannot read the mask."""
-    row = row_of(bench_of, "hunyuan15", AVQ, "compiled")
-    assert (row["ms"], row["note"]) == (None, "AVQ reads a mask on the host, in eager steps only")
-
-
 @pytest.mark.parametrize("name", [pytest.param("sd15", marks=pytest.mark.long), "sd35-medium"])
 def test_a_compiled_model(bench_of, name):
     """Catches a model that is not compiled, or stays so, a graph for every block, and AVQ lost in
@@ -237,9 +230,9 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, bench_of):
     bench = bench_of("wan")
     inputs = bench.inputs(480)
     expected = bench.predict(*inputs)
-    with bench.method("pisa0@.15", inputs):
+    with bench.method("pisa@.15", inputs):
         torch.testing.assert_close(bench.predict(*inputs), expected)
-    assert calls == [("pisa0", 0.15)] * len(select_layers(bench.network))
+    assert calls == [("pisa", 0.15)] * len(select_layers(bench.network))
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -219,7 +219,7 @@ def test_value_projection_is_its_formula():
         ("LINFUSION@P2", (0,), "LinFusion layers refine no parents, but got .*@P2'"),
         ("LINFUSION/none", (0,), "methods: there is no folder .*none"),
         ("BROKEN", (0,), "is not a complete safetensors file"),
-        ("pooled@64", (0,), "methods for images by a UNet are exact, .*, but got 'pooled@64'"),
+        ("pisa@.5", (0,), "methods for images by a UNet are exact, .*, but got 'pisa@.5'"),
         ("linfusion", (0,), "but got 'linfusion'"),
         (TOME, (1,), r"from level 0 on, leaving none out, but got levels \(1,"),
         (EXACT, (7,), "no self-attention at level 7"),

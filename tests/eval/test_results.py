@@ -129,11 +129,8 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "none/here cannot be loaded as a diffusers pipeline or a transformers",
         ),
         ("vision features", "eval: there is no runs/vit; --download fetches it."),
-        ("vision features --methods pooled@64", "methods here are exact, value-projection and"),
+        ("vision features --methods pisa@.5", "methods here are exact, value-projection and"),
         ("vision features --sizes 14", "eval: --sizes must be at least 64, but got 14."),
-        ("vision data detection", "segmentation, classification, but got 'detection'"),
-        ("vision data segmentation --size 65", "size must be a multiple of 64, but got 65"),
-        ("vision table none", "eval: there is no file none."),
     ],
 )
 def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):
