@@ -68,7 +68,6 @@ def new_objective(
     """An objective with the paper's settings but for these."""
     weights = {"noise": 1.0, "output": 0.5, "guided": 0.0, "feature": 0.5, "commitment": 0.25}
     paper = {f"{name}_weight": weight for name, weight in weights.items()}
-    paper |= {"full_spawning": True, "project_children": True}
     chosen = ObjectiveConfig(**{**paper, **settings})
     return Objective(
         teacher,

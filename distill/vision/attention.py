@@ -18,7 +18,7 @@ from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 from distill.attention import CHILD, attend_exactly, train_attention
 from distill.stored import StoredAttention
-from distill.vision.config import AttentionName, LearningConfig
+from distill.vision.config import AttentionName
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
@@ -62,14 +62,14 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def set_attention(
-    model: PreTrainedModel, attention: AttentionName, settings: LearningConfig
+    model: PreTrainedModel, attention: AttentionName, *, diveq: bool
 ) -> dict[str, StoredAttention]:
     """Replace the self-attention of all layers; the model's weights stay unchanged.
 
     Args:
         model: a model with exact attention.
         attention: the new attention; `exact` changes nothing.
-        settings: settings of stored codebooks, which are NaN until initialized.
+        diveq: as in `Quantizer`, for stored codebooks, which are NaN until initialized.
 
     Returns:
         The attention modules with codebooks that learn, by layer name.
@@ -90,7 +90,7 @@ def set_attention(
         apply_avq(model, attention.avq, route="always")
         return {}
     stored = {
-        layer.name: StoredAttention(layer.num_heads, layer.head_dim, attention.avq, settings)
+        layer.name: StoredAttention(layer.num_heads, layer.head_dim, attention.avq, diveq=diveq)
         for layer in layers
     }
     train_attention(model, stored, attention.avq)

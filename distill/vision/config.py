@@ -83,24 +83,13 @@ class LearningConfig(CodebookConfig):
     Args:
         key_norm: normalize keys with a learnable LayerNorm, initialized to change them as little as
             possible.
-        full_spawning: refine all parents during training.
         commitment_weight: weight of the mean squared quantization error of the keys.
-        project_children: keep the mean of each parent's children at the parent.
         diveq: train the codewords with gradients (DiVeQ) instead of EMA.
     """
 
     key_norm: bool
-    full_spawning: bool
     commitment_weight: Weight
-    project_children: bool
     diveq: bool
-
-    def __post_init__(self) -> None:
-        if self.diveq and not self.full_spawning:
-            raise ValueError(
-                "diveq needs full_spawning, where attention is a function of the codewords that "
-                "has gradients."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,7 +198,7 @@ def open_run(config: VisionConfig, output: Path) -> Run:
     learner = Learner(model, config)
     images = learner.normalized(training.first(config.codebooks.start_images))
     attention = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
-    layers = set_attention(model, attention, config.codebooks)
+    layers = set_attention(model, attention, diveq=config.codebooks.diveq)
     learner.layers = layers
     trainer = Trainer(
         model=learner,

@@ -41,9 +41,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
         f"commitment {weight}": {"objective.commitment_weight": weight}
         for weight in (0.0, 0.01, 0.1, 1.0)
     },
-    "P refined in training": {"objective.full_spawning": "false"},
     "dead codewords move": {"codebooks.dead_threshold": 1.0},
-    "children unconstrained": {"objective.project_children": "false"},
     "DiVeQ": {"objective.diveq": "true"},
     "no noise loss": {"objective.noise_weight": 0.0},
     "no feature loss": {"objective.feature_weight": 0.0},

@@ -63,8 +63,6 @@ OWN_CODEWORDS = {
     "avq.num_updates": 1,
     "codebooks": "null",
     "objective.commitment_weight": 0,
-    "objective.full_spawning": "false",
-    "objective.project_children": "false",
 }
 # The last micro-batch, to which dead codewords move, would depend on the split.
 NO_DEAD = {"codebooks.dead_threshold": "null"}

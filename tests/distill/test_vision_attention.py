@@ -1,30 +1,18 @@
 """Attention that vision models train with: learned codebooks."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_training import CONFIGS
 from tiny_vision import FAMILIES, WIDE, tiny_vision
 from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTConfig, ViTModel
 
 from avq_diffusers import select_layers
 from avq_diffusers.attention.tensors import Tensors
-from distill.config_file import load_config
 from distill.stored import StoredAttention, start_codebooks
 from distill.vision.attention import keys_of_images, observe, remove_attention, set_attention
-from distill.vision.config import VisionConfig, parse_attention
-
-FILE = CONFIGS / "vision" / "imagenet_m64p16c8.yaml"
-SETTINGS = replace(
-    load_config(FILE, VisionConfig, []).codebooks,
-    start_images=2,
-    keys_per_layer=64,
-    key_norm=False,
-    decay_start=0.9,
-)
+from distill.vision.config import parse_attention
 
 
 def tensors():
@@ -78,14 +66,13 @@ def test_dropout_of_attention_is_refused(attention):
     ):
         model = AutoModel.from_config(make(**WIDE, **{name: 0.5}))
         with pytest.raises(ValueError, match=f"set {name} of the model's config to 0"):
-            set_attention(model, parse_attention(attention), SETTINGS)
+            set_attention(model, parse_attention(attention), diveq=False)
 
 
-def stored(name="M8P2C4", **settings):
+def stored(name="M8P2C4", *, key_norm=False):
     query, key, value = tensors()
-    settings = replace(SETTINGS, **settings)
-    config = parse_attention(name, key_norm=settings.key_norm).avq
-    layer = StoredAttention(2, 16, config, settings)
+    config = parse_attention(name, key_norm=key_norm).avq
+    layer = StoredAttention(2, 16, config, diveq=False)
     keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
     layer.start(keys, keys_per_step=2 * 90.0, seed=0)
     attend = partial(run, layer, spec=config.spec)
@@ -93,17 +80,27 @@ def stored(name="M8P2C4", **settings):
 
 
 def test_training_is_inference_with_all_parents_refined():
-    """Catches a centre that the sinks do not share, and sinks that are quantized."""
+    """Catches a centre that the sinks do not share, sinks that are quantized, and gradients that
+    are not straight-through."""
     attend, layer, query, key, value = stored("M8P8C4")
     key, query = key + 3, 2 * query
-    trained = attend(query, key, value)
-    layer.eval()
-    torch.testing.assert_close(attend(query, key, value), trained)
-    layer.train()
+    tokens = [x.requires_grad_() for x in (query, key, value)]
+    grad = torch.randn_like(query)
+    found = []
+    for is_training in (True, False):
+        output = attend(*tokens)
+        found.append((output, *torch.autograd.grad(output, tokens, grad)))
+        layer.train(not is_training)
+    torch.testing.assert_close(*found)
+    query, key, value = (x.detach() for x in tokens)
     seen = []
     layer.quantizer.register_forward_hook(lambda module, keys, leaves: seen.append(keys[0]))
     attend(query, torch.cat([100 * key[:, :, :1], key[:, :, 1:]], dim=2), value)
     assert torch.equal(seen[0], key[:, :, 1:])
+    attend, layer, *tokens = stored("M8P2C4")
+    trained = attend(*tokens)
+    layer.eval()
+    assert not torch.allclose(attend(*tokens), trained, rtol=1e-2)
 
 
 def test_the_key_norm_starts_near_no_change():
@@ -120,7 +117,7 @@ def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
     model, images = tiny_vision(), torch.randn(2, 3, 64, 64)
     before, names = model(images).last_hidden_state, model.state_dict().keys()
     calls = observe(model, images)
-    layers = set_attention(model, parse_attention("M8P2C4"), SETTINGS)
+    layers = set_attention(model, parse_attention("M8P2C4"), diveq=False)
     sizes = {"num_images": 2, "images_per_step": 4, "keys_per_layer": 64}
     start_codebooks(layers, keys_of_images(model, images), seed=0, **sizes)
     replaced = model(images).last_hidden_state

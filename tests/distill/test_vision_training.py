@@ -401,7 +401,6 @@ def test_settings_that_contradict_are_refused(place):
         (maps, {"data": replace(maps.data, resize="crop")}, "segmentation needs resize: squash"),
         (maps, {"data": replace(maps.data, augment="crop")}, "segmentation needs resize: squash"),
         (config.data, {"crop_share": 1.1}, "less than or equal to 1"),
-        (config.codebooks, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(part, **change)
