@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tiny import CONFIG, three_level_unet
+from tiny import CONFIG, two_level_unet
 
 from distill.config import ObjectiveConfig
 from distill.objective import Objective
@@ -82,9 +82,7 @@ def new_objective(
 
 def make_objective(config=CONFIG, teacher=None, **arguments):
     """An objective whose codebooks have started."""
-    objective = new_objective(
-        three_level_unet() if teacher is None else teacher, config, **arguments
-    )
+    objective = new_objective(two_level_unet() if teacher is None else teacher, config, **arguments)
     start(objective, [make_batch(seed=7)])
     return objective
 

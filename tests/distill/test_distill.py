@@ -27,7 +27,7 @@ from PIL import Image
 from processes import start_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import draw, sdxl_unet, three_level_pipe, three_level_unet
+from tiny import draw, sdxl_unet, two_level_pipe, two_level_unet
 from tiny_training import (
     ROOT,
     RUN_CONFIG,
@@ -175,7 +175,7 @@ def test_an_infinite_gradient_ends_a_run_that_scales_none():
 def test_sheets_leave_the_teacher_exact_and_have_noise_per_image():
     config, pipe = (
         tiny_config(**{"samples.prompts": "[a fox, a fox]"}),
-        three_level_pipe(),
+        two_level_pipe(),
     )
     objective = perturb(make_objective(config.avq, pipe.unet))
     exact = unet_output(pipe.unet, make_batch())
@@ -564,7 +564,7 @@ def test_codebooks_and_losses_start_from_the_base_model(model, tmp_path):
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
     counts = prepared.quantizers[prepared.names[0]].ema_counts[:, :, 0].sum(1)
     torch.testing.assert_close(counts, torch.full((2,), 2 * 4 * 64.0))  # two passes of four images
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     weights = timestep_weights("inverse_alpha", pipe.scheduler.alphas_cumprod)
     assert torch.equal(prepared.timestep_weights, weights)
     ids = pipe.tokenizer("", padding="max_length", return_tensors="pt").input_ids
@@ -659,7 +659,7 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
     path = checkpoint.newest(output).path / "run.json"
     saved = path.read_text()
     shutil.copytree(model, base)
-    changed = three_level_unet()
+    changed = two_level_unet()
     with torch.no_grad():
         changed.conv_in.bias.add_(1)
     changed.save_pretrained(base / "unet")
@@ -700,7 +700,7 @@ def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings,
     [
         ({"unet": sdxl_unet}, r"takes additional conditions \(text_time\)"),
         (
-            {"unet": lambda: three_level_unet(in_channels=9)},
+            {"unet": lambda: two_level_unet(in_channels=9)},
             "takes 9 channels, like one for inpainting",
         ),
         ({"text_encoder": lambda: None}, "has no text_encoder"),
@@ -719,7 +719,7 @@ def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings,
 )
 def test_models_that_are_not_suited_are_named(parts, problem):
     """Catches a traceback before or after k-means, and the betas of another noise schedule."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     for name, make in parts.items():
         setattr(pipe, name, make())
     found = unsuited(pipe, 25)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler
 from peft import LoraConfig
-from tiny import CONFIG, small_unet, three_level_unet
+from tiny import CONFIG, small_unet, three_level_unet, two_level_unet
 from tiny_training import (
     make_batch,
     make_objective,
@@ -209,7 +209,7 @@ def test_sampling_weights_are_those_of_ddim():
 
 def test_exact_codebooks_reproduce_the_teacher():
     """Catches a student that does not start from the teacher's projections."""
-    objective = new_objective(three_level_unet(), EXACT)
+    objective = new_objective(two_level_unet(), EXACT)
     batch = make_batch(samples=1)
     start(objective, [batch], samples_per_step=1)
     losses = objective(**batch)
@@ -230,7 +230,7 @@ def test_half_precision_teacher(attention):
     # With much commitment, whose gradients rounding disturbs least.
     arguments = {"attention": attention, "commitment_weight": 2.0}
     exact = perturb(make_objective(**arguments))
-    half = new_objective(three_level_unet(), CONFIG, teacher_dtype=torch.bfloat16, **arguments)
+    half = new_objective(two_level_unet(), CONFIG, teacher_dtype=torch.bfloat16, **arguments)
     assert {p.dtype for p in half.parameters()} == {torch.float32}
     assert {p.dtype for p in half.teacher.parameters()} == {torch.bfloat16}
     trained = {id(parameter) for parameter in half.parameters()}
@@ -304,7 +304,7 @@ def test_batches_share_the_sample():
     """Catches a sample that grows with the batches, falls short of `keys_per_layer`, takes the
     first keys of a batch, or always the same: as many parents as keys are the keys."""
     batches = [make_batch(seed=seed) for seed in range(3)]
-    objective = new_objective(three_level_unet(), replace(FLAT, num_parents=12))
+    objective = new_objective(two_level_unet(), replace(FLAT, num_parents=12))
     found = watch(attn.to_k for attn in map(objective.teacher.get_submodule, objective.names))
     start(objective, batches, samples_per_step=4, keys_per_layer=11)
     *_, quantizer = objective.quantizers.values()
@@ -361,7 +361,7 @@ def test_compiled_unets(codewords):
 
 
 def test_eval_mode_adds_nothing():
-    objective = new_objective(three_level_unet(), CONFIG)
+    objective = new_objective(two_level_unet(), CONFIG)
     assert objective(**make_batch())["loss"].isnan()  # codebooks must be started
     objective = make_objective().eval()
     objective(**make_batch())
@@ -578,13 +578,13 @@ def test_commitment_moves_keys_to_codewords_and_not_the_reverse():
 
 def test_changes_are_those_of_the_base_model():
     """Catches changes of a teacher in half precision, which has lost digits of the base model."""
-    objective = new_objective(three_level_unet(), CONFIG, teacher_dtype=torch.bfloat16)
+    objective = new_objective(two_level_unet(), CONFIG, teacher_dtype=torch.bfloat16)
     assert not any(
         x.any() for layer in objective.projection_changes().values() for x in layer.values()
     )
     tuned, changes = perturb(objective).projections(), objective.projection_changes()
     for name, layer in changes.items():
-        base = three_level_unet().get_submodule(name)
+        base = two_level_unet().get_submodule(name)
         assert not torch.equal(objective.teacher.get_submodule(name).to_q.weight, base.to_q.weight)
         assert len(layer) == 5
         for key, change in layer.items():
@@ -595,7 +595,7 @@ def test_changes_are_those_of_the_base_model():
 
 def test_teacher_with_lora():
     """Catches a student that starts without the teacher's LoRA, or that shares it."""
-    teacher = three_level_unet()
+    teacher = two_level_unet()
     plain = unet_output(teacher, make_batch())
     teacher.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     with torch.no_grad():
@@ -656,7 +656,7 @@ def test_export_is_the_student(config):
     processor, and the transposed grid."""
     config = replace(config, query_tile=16, levels=(0, 1))
     objective = perturb(make_objective(config)).eval()
-    exported, unet = export(objective, config), three_level_unet()
+    exported, unet = export(objective, config), two_level_unet()
     unet.set_attn_processor(AVQProcessor(exported))
     batch = make_batch()
     batch |= {name: torch.cat([batch[name]] * 2, -1) for name in ("noisy_latents", "target")}
@@ -685,14 +685,14 @@ def test_export_is_the_student(config):
 )
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
-        new_objective(three_level_unet(), **{"config": CONFIG, **arguments})
+        new_objective(two_level_unet(), **{"config": CONFIG, **arguments})
 
 
 @pytest.mark.parametrize(("attention", "config"), [("avq", OWN), ("linfusion", CONFIG)])
 def test_students_without_codebooks_train(attention, config):
     """Catches a quantizer that is made, saved or observed, and a phi that starts elsewhere than at
     the teacher's projections or stays there."""
-    objective = new_objective(three_level_unet(), config, attention=attention)
+    objective = new_objective(two_level_unet(), config, attention=attention)
     assert objective.state_dict().keys() == dict(objective.named_parameters()).keys()
     assert objective.stored == objective.diagnostics() == {}
     phi = [p for name, p in objective.named_parameters() if "phi_q.3" in name]

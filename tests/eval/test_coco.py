@@ -19,7 +19,7 @@ from accelerate.state import PartialState
 from eval_helpers import noise, protocol_config
 from PIL import Image
 from processes import Command, start_ranks
-from tiny import random_codebooks, three_level_pipe, three_level_unet
+from tiny import random_codebooks, two_level_pipe, two_level_unet
 
 from avq_diffusers.files import locked
 from avq_diffusers.images import read_rgb
@@ -101,8 +101,8 @@ NUM_REAL = 8
 def place(tmp_path_factory):
     """A folder with a tiny model, codebooks for it, and scenes written as COCO."""
     place = tmp_path_factory.mktemp("coco")
-    three_level_pipe().save_pretrained(place / "model")
-    random_codebooks(three_level_unet()).save_pretrained(place / "codebooks")
+    two_level_pipe().save_pretrained(place / "model")
+    random_codebooks(two_level_unet()).save_pretrained(place / "codebooks")
     assert run("write", place / "scenes", "--images", NUM_REAL, "--size", 64) == (0, "", "")
     return place
 
@@ -188,7 +188,7 @@ def test_a_killed_row_goes_on(place, exact):
 
 def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     pipe.set_progress_bar_config(disable=True)
     texts = captions.Captions(tuple("abcde"), "test")
     settings = Sampling(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
@@ -241,7 +241,7 @@ def test_a_folder_of_other_things_is_refused(place, tmp_path):
 
 def test_images_that_hold_nan_are_refused():
     """Catches black images, which NaN becomes as bytes, in a score."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"returned NaN for at least one of the seeds \[4\]"):

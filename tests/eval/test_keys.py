@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from eval_helpers import FAST, run_command
 from safetensors.torch import load_file
-from tiny import three_level_pipe, tiny_pipe
+from tiny import tiny_pipe, two_level_pipe
 from tiny_transformers import save_tiny_mini_sd3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Dinov2Config, Dinov2Model
@@ -331,7 +331,7 @@ def test_a_pan_goes_from_corner_to_corner(monkeypatch):
 
 def test_a_pipeline_has_no_frames():
     with pytest.raises(ValueError, match="--frames is for vision models, but got 2 for a pipeline"):
-        subject_of(three_level_pipe(), 64, 1, ["a red fox"], 2)
+        subject_of(two_level_pipe(), 64, 1, ["a red fox"], 2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import three_level_pipe
+from tiny import two_level_pipe
 
 from avq_diffusers.mini import MINI_SD
 from distill.scenes import (
@@ -104,7 +104,7 @@ def test_copy_agreements_leave_out_scenes_without_copies():
 
 def test_generate_gives_the_same_image_whatever_the_batch_size():
     """Fails where noise is drawn per batch; rounding may move a value by one."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     prompts, seeds = ["a", "bb", "a", "a", "ccc"], [3, 4, 5, 3, 6]
     settings = Sampling(num_inference_steps=2, batch_size=1)
     reference = generate(pipe, prompts, seeds, settings).astype(int)
@@ -126,7 +126,7 @@ def test_generate_gives_the_same_image_whatever_the_batch_size():
 )
 def test_generate_guides_as_is_usual_for_the_model(model, given, guidance_scale):
     """Catches guidance that is always mini-sd's own, and one that is asked for in vain."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     pipe.register_to_config(_name_or_path=model)
     settings = Sampling(num_inference_steps=2, guidance_scale=given)
     (image,) = generate(pipe, ["a"], [3], settings).astype(int)
@@ -160,7 +160,7 @@ def test_standard_errors_are_of_an_unbiased_variance():
 @pytest.mark.parametrize(("prompts", "seeds"), [([], []), (["a"], [1, 2])])
 def test_generate_wants_one_seed_a_prompt(prompts, seeds):
     with pytest.raises(ValueError, match="expected as many seeds as prompts and at least one, but"):
-        generate(three_level_pipe(), prompts, seeds, Sampling())
+        generate(two_level_pipe(), prompts, seeds, Sampling())
 
 
 def test_the_tenth_percentile_is_one_of_the_images():
