@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 from avq_diffusers import AVQCodebooks, apply_avq
 from distill.config_file import load_config
 from distill.data import DataError
+from distill.vision import models
 from distill.vision.__main__ import app
 from distill.vision.config import VisionConfig
 from distill.vision.models import load_classifier, load_model, load_segmenter, vit_from_timm
@@ -72,6 +73,8 @@ def place(tmp_path_factory):
                 Image.fromarray(array).save(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+        patch.setattr(models, "NECK_SIZES", (8,) * 4)
+        patch.setattr(models, "FUSION_SIZE", 8)
         yield place
 
 

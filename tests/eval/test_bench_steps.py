@@ -21,8 +21,6 @@ from eval.methods.peer import Peer
 from eval.methods.registry import AVQ
 
 CPU = torch.device("cpu")
-UNET_NAMES = [name for name, model in MODELS.items() if model.is_unet]
-OTHERS = [name for name in MODELS if name not in UNET_NAMES]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def quick(monkeypatch):
     """The back end that generates code is left to the GPU run, the columns to one test; no route
     has to settle on a CPU."""
     monkeypatch.setattr(networks, "SETTLING_CALLS", 1)
-    monkeypatch.setattr(networks, "BISECTIONS", 4)
+    monkeypatch.setattr(networks, "BISECTIONS", 1)
     monkeypatch.setattr(steps, "_BLOCK", 1)
     monkeypatch.setattr(steps, "_LEAST_TURNS", 1)
     for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
@@ -95,7 +93,7 @@ def test_the_configurations_are_those_of_the_models(name, billions, attentions, 
     assert counts[1] * (num_blocks or model.times) == pytest.approx(attentions, rel=0.005)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [x for x in MODELS if x != "sd35-large"])  # as -medium
 def test_rows_of_a_model(bench_of, name):
     """Catches AVQ that does not run, stays, or runs another configuration than the default; for
     one model of each kind a limit that attends, and a limit in other layers than AVQ's."""
@@ -142,7 +140,7 @@ def test_rows_of_other_methods(bench_of):
     """Fails for a method that leaves the UNet changed, or does nothing."""
     pytest.importorskip("tomesd")
     before = bench_of("sd15").network.attn_processors
-    methods = "M64P16C8/own", "M64C8T1e-1", "linfusion", "tome", "tome@L01"
+    methods = "M64P16C8/own", "linfusion", "tome", "tome@L01"
     rows = {method: row_of(bench_of, "sd15", method) for method in methods}
     assert all(row["ms"] > 0 for row in rows.values())
     changes = [row["difference"] for row in rows.values()]

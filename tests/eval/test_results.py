@@ -83,6 +83,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             git(folder, *arguments)
 
     def commit():
+        environment._commit.cache_clear()
         return environment.environment("cpu")["commit"]
 
     assert commit() == "unknown"
@@ -104,6 +105,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     assert commit() == f"{head}+changes"
     monkeypatch.setenv("GIT_COMMIT", "a copy's")
     assert commit() == "a copy's"
+    environment._commit.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.store import report
 
 
-def test_rows_at_another_size(scorer, monkeypatch):
+def test_rows_at_another_size(scorer, tiny_scorer, monkeypatch):
     """Fails for real images of the usual size, boxes that do not scale, other seeds than those
     from the first on, PSNR to the row before, or `exact` in the place where it was named."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
@@ -56,7 +56,7 @@ def test_rows_at_another_size(scorer, monkeypatch):
     table = scene_rows.scenes_table(rows).splitlines()
     assert len(table) == 2 + len(rows)
     assert f"| {broken['fid']:.3f} ± {broken['fid_sem']:.3f} |" in table[3]
-    rows = score(two_level_pipe(), [TOME], shown, scorer, settings, first_seed=7)
+    rows = score(two_level_pipe(), [TOME], shown, tiny_scorer, settings, first_seed=7)
     assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
 
