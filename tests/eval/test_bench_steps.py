@@ -51,7 +51,7 @@ def bench_of():
 
 def size_of(name):
     model = MODELS[name]
-    return model.sizes[0] if model.multiple is None else 128 if model.is_unet else 256
+    return model.sizes[0] if model.multiple is None else 128
 
 
 def row_of(bench, name, method, run="eager"):
@@ -127,7 +127,7 @@ def test_rows_of_a_model(bench_of, name):
 def test_layers_have_the_columns_of_trained_models(bench_of, name, monkeypatch):
     """Catches the columns of random weights at the default threshold."""
     monkeypatch.setattr(networks, "BISECTIONS", 10)
-    inputs = bench_of(name).inputs(512 if name == "flux" else 256)
+    inputs = bench_of(name).inputs(512 if name == "flux" else 192)
     with torch.no_grad():
         _, facts = bench_of(name).of_columns(inputs)
     expected = MODELS[name].columns
