@@ -5,7 +5,6 @@ S sampled keys, D head dim.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,7 +17,6 @@ from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 from distill.attention import CHILD, attend_exactly, train_attention
 from distill.stored import StoredAttention
-from distill.vision.config import AttentionName
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
@@ -43,32 +41,26 @@ def observe(model: PreTrainedModel, pixel_values: Tensor) -> dict[str, Tensors]:
         return attend_exactly(tensors, spec, backend)
 
     functions = {layer.name: partial(record, layer.name) for layer in layers}
-    with evaluating(model), attention_replaced(model, functions, AVQConfig()):
-        model(pixel_values=pixel_values)
+    was_training = model.training
+    model.eval()
+    try:
+        with attention_replaced(model, functions, AVQConfig()):
+            model(pixel_values=pixel_values)
+    finally:
+        model.train(was_training)
     if idle := functions.keys() - calls.keys():
         raise ValueError(f"{min(idle)} of {type(model).__name__} does not attend to the patches.")
     return calls
 
 
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode inside the `with` block."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def set_attention(
-    model: PreTrainedModel, attention: AttentionName, *, diveq: bool
+    model: PreTrainedModel, avq: AVQConfig | None, *, own: bool, diveq: bool
 ) -> dict[str, StoredAttention]:
     """Replace the self-attention of all layers; the model's weights stay unchanged.
 
     Args:
         model: a model with exact attention.
-        attention: the new attention; `exact` changes nothing.
+        avq, own: from `parse_attention`; exact attention changes nothing.
         diveq: as in `Quantizer`, for stored codebooks, which are NaN until initialized.
 
     Returns:
@@ -78,7 +70,7 @@ def set_attention(
         TypeError: the model has no attention layer that can be replaced.
         ValueError: the attention has dropout, which would make the layers run exact attention.
     """
-    if attention.avq is None:
+    if avq is None:
         return {}
     layers = select_layers(model)
     for name in DROPOUTS:
@@ -86,14 +78,14 @@ def set_attention(
             raise ValueError(
                 f"attention with dropout cannot be replaced; set {name} of the model's config to 0."
             )
-    if attention.own:
-        apply_avq(model, attention.avq, route="always")
+    if own:
+        apply_avq(model, avq, route="always")
         return {}
     stored = {
-        layer.name: StoredAttention(layer.num_heads, layer.head_dim, attention.avq, diveq=diveq)
+        layer.name: StoredAttention(layer.num_heads, layer.head_dim, avq, diveq=diveq)
         for layer in layers
     }
-    train_attention(model, stored, attention.avq)
+    train_attention(model, stored, avq)
     return stored
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -15,37 +15,29 @@ from distill.config_file import Config, Count, Positive, Weight
 PartOfSide = Annotated[float, Field(gt=0, le=1)]
 
 
-class AttentionName(NamedTuple):
-    """The parsed name of an attention.
-
-    Args:
-        avq: AVQ's sizes, or None for exact attention.
-        own: whether codewords come from the keys of each call.
-    """
-
-    avq: AVQConfig | None = None
-    own: bool = False
-
-
-def parse_attention(name: str, **fields: bool) -> AttentionName:
+def parse_attention(name: str, **fields: bool) -> tuple[AVQConfig | None, bool]:
     """Parse `exact`, or a configuration as in `distill.codewords`.
 
     Args:
         name: the name.
         fields: other fields of configurations with stored codewords.
 
+    Returns:
+        The configuration, None for exact attention, and whether codewords come from the keys of
+        each call.
+
     Raises:
         ValueError: there is no such attention.
     """
     if name == "exact":
-        return AttentionName()
-    if name.startswith("M"):
-        config, own = parse_codewords(name)
-        return AttentionName(avq=config if own else replace(config, **fields), own=own)
-    raise ValueError(
-        f"attention must be exact, or sizes such as M64C8T1e-4, M64P16C8, M192 or M64P16C8/own, "
-        f"but got {name!r}."
-    )
+        return None, False
+    if not name.startswith("M"):
+        raise ValueError(
+            f"attention must be exact, or sizes such as M64C8T1e-4, M64P16C8, M192 or "
+            f"M64P16C8/own, but got {name!r}."
+        )
+    config, own = parse_codewords(name)
+    return config if own else replace(config, **fields), own
 
 
 @dataclass(frozen=True, kw_only=True)

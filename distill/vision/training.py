@@ -22,6 +22,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from avq_diffusers import AVQConfig
 from avq_diffusers.files import sha256_all, write_text
 from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
@@ -33,7 +34,7 @@ from distill.stored import (
     update_codebooks,
 )
 from distill.vision.attention import keys_of_images, remove_attention, set_attention
-from distill.vision.config import AttentionName, VisionConfig, parse_attention
+from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.images import IGNORED, Prepared, open_images
 from distill.vision.models import at_size_of, load_model
 
@@ -125,7 +126,7 @@ class Run:
     Attributes:
         config: the run's configuration.
         model: the model with its attention.
-        attention: parsed from `config`.
+        avq: configuration of the attention; None for exact attention.
         layers: layers with codebooks that learn, by name.
         trainer: trains the `Learner` around the model.
         images: some training images (B, 3, S, S), in the model's format.
@@ -133,7 +134,7 @@ class Run:
 
     config: VisionConfig
     model: PreTrainedModel
-    attention: AttentionName
+    avq: AVQConfig | None
     layers: Mapping[str, StoredAttention]
     trainer: Trainer
     images: Tensor
@@ -156,9 +157,9 @@ class Run:
     def save(self, output: Path) -> None:
         """Write `model`, with exact attention, and for stored codewords `codebooks`."""
         if self.layers:
-            learned = learned_codebooks(self.model, self.attention.avq, self.layers)
+            learned = learned_codebooks(self.model, self.avq, self.layers)
             learned.save_pretrained(output / "codebooks")
-        if self.attention.avq is not None:
+        if self.avq is not None:
             remove_attention(self.model)
         self.model.save_pretrained(output / "model")
 
@@ -197,8 +198,8 @@ def open_run(config: VisionConfig, output: Path) -> Run:
     model = load_model(config, classes)
     learner = Learner(model, config)
     images = learner.normalized(training.first(config.codebooks.start_images))
-    attention = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
-    layers = set_attention(model, attention, diveq=config.codebooks.diveq)
+    avq, own = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
+    layers = set_attention(model, avq, own=own, diveq=config.codebooks.diveq)
     learner.layers = layers
     trainer = Trainer(
         model=learner,
@@ -211,7 +212,7 @@ def open_run(config: VisionConfig, output: Path) -> Run:
         callbacks=[Steps(config, layers, training)],
         optimizers=(make_optimizer(model, args, config.head_rate), None),
     )
-    return Run(config, model, attention, layers, trainer, images.to(args.device))
+    return Run(config, model, avq, layers, trainer, images.to(args.device))
 
 
 def make_optimizer(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny_vision import FAMILIES, WIDE, tiny_vision
 from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTConfig, ViTModel
 
-from avq_diffusers import select_layers
+from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.tensors import Tensors
 from distill.stored import StoredAttention, start_codebooks
 from distill.vision.attention import keys_of_images, observe, remove_attention, set_attention
@@ -60,18 +60,19 @@ def test_other_models_are_refused():
 @pytest.mark.parametrize("attention", ["M8P8C4", "M8P8C4/own"])
 def test_dropout_of_attention_is_refused(attention):
     """Its layers would run exact attention in training."""
+    avq, own = parse_attention(attention)
     for make, name in (
         (ViTConfig, "attention_probs_dropout_prob"),
         (DINOv3ViTConfig, "attention_dropout"),
     ):
         model = AutoModel.from_config(make(**WIDE, **{name: 0.5}))
         with pytest.raises(ValueError, match=f"set {name} of the model's config to 0"):
-            set_attention(model, parse_attention(attention), diveq=False)
+            set_attention(model, avq, own=own, diveq=False)
 
 
 def stored(name="M8P2C4", *, key_norm=False):
     query, key, value = tensors()
-    config = parse_attention(name, key_norm=key_norm).avq
+    config, _ = parse_attention(name, key_norm=key_norm)
     layer = StoredAttention(2, 16, config, diveq=False)
     keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
     layer.start(keys, keys_per_step=2 * 90.0, seed=0)
@@ -117,7 +118,7 @@ def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
     model, images = tiny_vision(), torch.randn(2, 3, 64, 64)
     before, names = model(images).last_hidden_state, model.state_dict().keys()
     calls = observe(model, images)
-    layers = set_attention(model, parse_attention("M8P2C4"), diveq=False)
+    layers = set_attention(model, AVQConfig.parse("M8P2C4"), own=False, diveq=False)
     sizes = {"num_images": 2, "images_per_step": 4, "keys_per_layer": 64}
     start_codebooks(layers, keys_of_images(model, images), seed=0, **sizes)
     replaced = model(images).last_hidden_state
@@ -138,9 +139,9 @@ def test_names():
     for name in ("M64P16", "swim", "M8P2C4/mean", "M8P9C4"):
         with pytest.raises(ValueError, match=r"configuration|attention must be|num_refined"):
             parse_attention(name)
-    assert parse_attention("exact") == parse_attention("exact", key_norm=True)
-    assert parse_attention("M8P2C4/own2").avq.num_updates == 2
-    assert not parse_attention("M8P2C4/means").own
-    assert parse_attention("M8P2C4", key_norm=True).avq.key_norm
-    assert not parse_attention("M8P2C4/own", key_norm=True).avq.key_norm
-    assert parse_attention("M8").avq.codewords == "stored"
+    assert parse_attention("exact", key_norm=True) == (None, False)
+    assert parse_attention("M8P2C4/own2")[0].num_updates == 2
+    assert not parse_attention("M8P2C4/means")[1]
+    assert parse_attention("M8P2C4", key_norm=True)[0].key_norm
+    assert not parse_attention("M8P2C4/own", key_norm=True)[0].key_norm
+    assert parse_attention("M8")[0].codewords == "stored"
