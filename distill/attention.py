@@ -8,8 +8,7 @@ Shapes: B batch, H heads, N tokens, D head dim.
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.exact import exact_attention
@@ -40,8 +39,3 @@ def train_attention(
 def attend_exactly(tensors: Tensors, spec: Spec, backend: str) -> Attended:
     """Softmax attention over all keys and sinks, for `train_attention`."""
     return Attended(exact_attention(tensors), "exact")
-
-
-def with_sinks(tokens: Tensor, sinks: Tensor | None) -> Tensor:
-    """The tokens with the sinks, if any, prepended."""
-    return tokens if sinks is None else torch.cat([sinks, tokens], dim=2)

@@ -45,8 +45,6 @@ class ObjectiveConfig(Config):
             the latents, so that the first denoising steps count more. `"sampling"` approximates
             what an error in the predicted noise at t adds to an image in 25 steps, for models that
             predict noise.
-        full_spawning: refine all parents during training and ignore `avq.num_refined`.
-        project_children: keep the mean of each parent's children at the parent.
         diveq: train the codewords with gradients instead of EMA.
     """
 
@@ -57,8 +55,6 @@ class ObjectiveConfig(Config):
     feature_weight: Weight = 0.5
     commitment_weight: Weight = 0.0
     weighting_scheme: Literal["none", "inverse_alpha", "sampling"] = "none"
-    full_spawning: bool = False
-    project_children: bool = False
     diveq: bool = False
 
 
@@ -121,7 +117,8 @@ class DistillConfig(Config):
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
             that exports nothing.
         avq: sizes, a threshold or `num_refined`, and the `levels` whose self-attention is replaced.
-            `codewords: stored` trains codebooks and needs `num_refined`; `codewords: means` takes
+            `codewords: stored` trains codebooks, with all parents refined, and needs `num_refined`;
+            `codewords: means` takes
             the codewords from the keys of each call, so that only the projections are trained.
             Instead of sizes, a file may name a saved `ErrorProfile` of the base model, `profile:
             FILE`, and a `tolerance`.
@@ -216,8 +213,6 @@ class DistillConfig(Config):
             "codebooks": self.codebooks is not None,
             "avq.key_norm": self.avq.key_norm,
             "objective.commitment_weight": self.objective.commitment_weight != 0,
-            "objective.full_spawning": self.objective.full_spawning,
-            "objective.project_children": self.objective.project_children,
             "objective.diveq": self.objective.diveq,
         }
         if any(unused.values()):

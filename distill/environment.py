@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,7 @@ def environment(device: "torch.device | str") -> dict[str, Any]:
     }
 
 
+@cache
 def _commit() -> str:
     """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it.
 

@@ -62,7 +62,7 @@ class Objective(nn.Module):
 
     Raises:
         ValueError: `teacher` has no self-attention at a level or for an override, `diveq` lacks AVQ
-            attention or full spawning, a `weighting_scheme` lacks `alphas_cumprod` above 0, or
+            attention, a `weighting_scheme` lacks `alphas_cumprod` above 0, or
             `guided_weight` lacks `empty_text_states`.
     """
 
@@ -82,7 +82,11 @@ class Objective(nn.Module):
             raise ValueError("guided_weight needs empty_text_states.")
         teacher.requires_grad_(False).eval()
         student = make_student(
-            teacher, config, settings, attention=attention, teacher_dtype=teacher_dtype
+            teacher,
+            config,
+            attention=attention,
+            diveq=settings.diveq,
+            teacher_dtype=teacher_dtype,
         )
         # nn.Module's setattr would add every frozen weight to the state.
         object.__setattr__(self, "teacher", teacher)

@@ -53,16 +53,12 @@ class Quantizer(nn.Module):
         num_heads: H.
         head_dim: D.
         config: this layer's configuration, overrides resolved.
-        constrain: make each parent's children average to it.
         diveq: train the codewords as parameters (Vali et al. 2026, "DiVeQ: Differentiable Vector
             Quantization Using the Reparameterization Trick").
     """
 
-    def __init__(
-        self, num_heads: int, head_dim: int, config: AVQConfig, *, constrain: bool, diveq: bool
-    ) -> None:
+    def __init__(self, num_heads: int, head_dim: int, config: AVQConfig, *, diveq: bool) -> None:
         super().__init__()
-        self.constrain = constrain
         self.diveq = diveq
         cells = (num_heads, config.num_parents)
         # `nn.Module` has a method named `children`, hence the longer names.
@@ -85,7 +81,7 @@ class Quantizer(nn.Module):
     def codebook(self) -> Codebook:
         """The current codewords; without DiVeQ they share this module's memory."""
         children = self.child_codewords
-        if self.diveq and self.constrain:
+        if self.diveq:
             # Part of the graph, so children's gradients reach their parent.
             shift = children.mean(dim=2) - self.parent_codewords
             children = children - shift[:, :, None]
@@ -153,11 +149,7 @@ class Quantizer(nn.Module):
             self.ema_key_sums.copy_(codebook.leaves * self.ema_counts[..., None])
             return
         self.ema_key_sums.copy_(ema_update(self.ema_key_sums, key_sums, decay))
-        self._set_codebook(
-            derive_codebook(
-                self.ema_key_sums, self.ema_counts, self.codebook(), constrain=self.constrain
-            )
-        )
+        self._set_codebook(derive_codebook(self.ema_key_sums, self.ema_counts, self.codebook()))
 
     @torch.no_grad()
     def reassign_dead(self, *, threshold: float, seed: int) -> None:
@@ -175,7 +167,6 @@ class Quantizer(nn.Module):
             self.kept_keys,
             least_count=threshold,
             seed=seed,
-            constrain=self.constrain,
         )
         self.ema_key_sums.copy_(key_sums)
         self.ema_counts.copy_(counts)

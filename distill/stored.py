@@ -29,48 +29,40 @@ from distill.quantizer import Quantizer
 class StoredAttention(nn.Module):
     """A function for `train_attention`.
 
-    In training, with `full_spawning`, it is exact attention over quantized keys.
+    In training all parents are refined: it is exact attention over quantized keys.
 
     Args:
         num_heads: H.
         head_dim: D.
         config: this layer's configuration, overrides resolved.
-        settings: has `full_spawning`, `project_children` and `diveq`.
+        diveq: as in `Quantizer`.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, config: AVQConfig, settings: Any) -> None:
+    def __init__(self, num_heads: int, head_dim: int, config: AVQConfig, *, diveq: bool) -> None:
         super().__init__()
         self.config = config
-        self.full_spawning = settings.full_spawning
         self.key_norm = nn.LayerNorm(head_dim) if config.key_norm else None
-        self.quantizer = Quantizer(
-            num_heads,
-            head_dim,
-            config,
-            constrain=settings.project_children,
-            diveq=settings.diveq,
-        )
+        self.quantizer = Quantizer(num_heads, head_dim, config, diveq=diveq)
         # Arguments for `capture`, from one image of the last batch.
         self.sample: dict[str, Tensor] = {}
 
     def forward(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Attend with queries and keys (B, H, N, D), after the key norm."""
-        query, key = tensors.query, tensors.key
-        if self.training:
-            leaves = self.quantizer(key.float())
-            self.sample = {
-                "query": query[:1].detach().clone(),
-                "key": leaves.key[:1].detach().clone(),
-                "query_order": tensors.query_order,
-            }
-            if self.full_spawning:
-                key = self.quantizer.quantized_key(leaves).to(query.dtype)
-                sinks = tensors.sink_key
-                if sinks is not None:
-                    centre = centre_of(self.quantizer.parent_codewords.detach())
-                    sinks = (sinks.float() - centre).to(sinks.dtype)
-                return attend_exactly(tensors._replace(key=key, sink_key=sinks), spec, backend)
-        return attend(tensors.with_codebook(self.quantizer.codebook()), spec, backend)
+        if not self.training:
+            return attend(tensors.with_codebook(self.quantizer.codebook()), spec, backend)
+        query = tensors.query
+        leaves = self.quantizer(tensors.key.float())
+        self.sample = {
+            "query": query[:1].detach().clone(),
+            "key": leaves.key[:1].detach().clone(),
+            "query_order": tensors.query_order,
+        }
+        key = self.quantizer.quantized_key(leaves).to(query.dtype)
+        sinks = tensors.sink_key
+        if sinks is not None:
+            centre = centre_of(self.quantizer.parent_codewords.detach())
+            sinks = (sinks.float() - centre).to(sinks.dtype)
+        return attend_exactly(tensors._replace(key=key, sink_key=sinks), spec, backend)
 
     @torch.no_grad()
     def start_key_norm(self, keys: Tensor) -> None:
@@ -100,7 +92,6 @@ class StoredAttention(nn.Module):
             self.config.num_parents,
             self.config.num_children,
             seed=seed,
-            constrain=self.quantizer.constrain,
         )
         _, counts = batch_statistics(keys, codebook)
         self.quantizer.start(codebook, counts * (keys_per_step / keys.shape[1]))

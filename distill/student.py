@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from avq_diffusers import AVQConfig, AVQProcessor, apply_avq, select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from distill.attention import attend_exactly, train_attention
-from distill.config import ObjectiveConfig
 from distill.stored import StoredAttention
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -41,9 +40,9 @@ class LinearSelfAttention(LinFusionProcessor):
 def make_student(
     teacher: UNet2DConditionModel,
     config: AVQConfig,
-    settings: ObjectiveConfig,
     *,
     attention: str,
+    diveq: bool,
     teacher_dtype: torch.dtype | None,
 ) -> UNet2DConditionModel:
     """Convert the teacher to `teacher_dtype`; return a UNet that shares its frozen weights.
@@ -51,11 +50,8 @@ def make_student(
     The self-attention layers that `config` replaces are float32 copies from before the conversion,
     with the teacher's LoRA merged. Arguments and errors as in `Objective`.
     """
-    if settings.diveq and not (attention == "avq" and settings.full_spawning):
-        raise ValueError(
-            'diveq needs attention="avq" and full_spawning, where attention is a function of the '
-            "codewords that has gradients."
-        )
+    if diveq and attention != "avq":
+        raise ValueError(f'diveq needs attention="avq", but got {attention!r}.')
     trained = {
         id(layer.attn): _trainable(layer.attn)
         for layer in select_layers(teacher, config.levels, config.exact, config.overrides)
@@ -76,7 +72,7 @@ def make_student(
     else:
         stored = {
             x.name: StoredAttention(
-                x.num_heads, x.head_dim, config.for_layer(x.name, x.level), settings
+                x.num_heads, x.head_dim, config.for_layer(x.name, x.level), diveq=diveq
             )
             for x in layers
         }

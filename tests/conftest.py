@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import fast_interpreter
 import pytest
-from tiny import random_codebooks, three_level_pipe, tiny_pipe, tiny_unet
+from tiny import random_codebooks, tiny_pipe, tiny_unet, two_level_pipe
 
 from avq_diffusers.hosts.core import routing
 from avq_diffusers.hosts.measuring import kept_profiles
@@ -92,7 +92,7 @@ def pipe(unet):
 def model(tmp_path_factory) -> Path:
     """The folder of a saved pipeline, which no test changes."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    three_level_pipe().save_pretrained(folder)
+    two_level_pipe().save_pretrained(folder)
     return folder
 
 

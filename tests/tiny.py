@@ -232,10 +232,6 @@ def two_level_pipe():
     return tiny_pipe(two_level_unet())
 
 
-def three_level_pipe():
-    return tiny_pipe(three_level_unet())
-
-
 def sdxl_text_encoder(cls, width: int):
     """A text encoder of class `cls` with `width` channels."""
     torch.manual_seed(width)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tiny import CONFIG, three_level_unet
+from tiny import CONFIG, two_level_unet
 
 from distill.config import ObjectiveConfig
 from distill.objective import Objective
@@ -68,7 +68,6 @@ def new_objective(
     """An objective with the paper's settings but for these."""
     weights = {"noise": 1.0, "output": 0.5, "guided": 0.0, "feature": 0.5, "commitment": 0.25}
     paper = {f"{name}_weight": weight for name, weight in weights.items()}
-    paper |= {"full_spawning": True, "project_children": True}
     chosen = ObjectiveConfig(**{**paper, **settings})
     return Objective(
         teacher,
@@ -83,9 +82,7 @@ def new_objective(
 
 def make_objective(config=CONFIG, teacher=None, **arguments):
     """An objective whose codebooks have started."""
-    objective = new_objective(
-        three_level_unet() if teacher is None else teacher, config, **arguments
-    )
+    objective = new_objective(two_level_unet() if teacher is None else teacher, config, **arguments)
     start(objective, [make_batch(seed=7)])
     return objective
 

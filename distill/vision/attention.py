@@ -5,11 +5,10 @@ S sampled keys, D head dim.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
@@ -18,15 +17,13 @@ from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 from distill.attention import CHILD, attend_exactly, train_attention
 from distill.stored import StoredAttention
-from distill.vision.baselines import BASELINES, Grid
-from distill.vision.config import AttentionName, LearningConfig
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 @torch.no_grad()
-def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Tensors], Grid]:
-    """The inputs of all layers under exact attention, by layer name, and their tokens.
+def observe(model: PreTrainedModel, pixel_values: Tensor) -> dict[str, Tensors]:
+    """The inputs of all layers under exact attention, by layer name.
 
     Args:
         model: a vision model; its own attention stays.
@@ -44,45 +41,27 @@ def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Ten
         return attend_exactly(tensors, spec, backend)
 
     functions = {layer.name: partial(record, layer.name) for layer in layers}
-    grids: list[torch.Size] = []
-    hook = layers[0].anchor.register_forward_hook(
-        lambda projection, inputs, patches: grids.append(patches.shape[-2:])
-    )
-    with hook, evaluating(model), attention_replaced(model, functions, AVQConfig()):
-        model(pixel_values=pixel_values)
-    if idle := functions.keys() - calls.keys():
-        raise ValueError(f"{min(idle)} of {type(model).__name__} does not attend to the patches.")
-    sinks = calls[layers[0].name].sink_key
-    return calls, Grid(0 if sinks is None else sinks.shape[2], *grids[0])
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode inside the `with` block."""
     was_training = model.training
     model.eval()
     try:
-        yield
+        with attention_replaced(model, functions, AVQConfig()):
+            model(pixel_values=pixel_values)
     finally:
         model.train(was_training)
+    if idle := functions.keys() - calls.keys():
+        raise ValueError(f"{min(idle)} of {type(model).__name__} does not attend to the patches.")
+    return calls
 
 
 def set_attention(
-    model: PreTrainedModel,
-    attention: AttentionName,
-    settings: LearningConfig,
-    example: Tensor,
-    *,
-    seed: int,
+    model: PreTrainedModel, avq: AVQConfig | None, *, own: bool, diveq: bool
 ) -> dict[str, StoredAttention]:
     """Replace the self-attention of all layers; the model's weights stay unchanged.
 
     Args:
         model: a model with exact attention.
-        attention: the new attention; `exact` changes nothing.
-        settings: settings of stored codebooks, which are NaN until initialized.
-        example: (B, 3, S, S), images of the size that the model will see.
-        seed: seeds random features.
+        avq, own: from `parse_attention`; exact attention changes nothing.
+        diveq: as in `Quantizer`, for stored codebooks, which are NaN until initialized.
 
     Returns:
         The attention modules with codebooks that learn, by layer name.
@@ -91,7 +70,7 @@ def set_attention(
         TypeError: the model has no attention layer that can be replaced.
         ValueError: the attention has dropout, which would make the layers run exact attention.
     """
-    if attention == AttentionName():
+    if avq is None:
         return {}
     layers = select_layers(model)
     for name in DROPOUTS:
@@ -99,21 +78,14 @@ def set_attention(
             raise ValueError(
                 f"attention with dropout cannot be replaced; set {name} of the model's config to 0."
             )
-    if attention.own:
-        apply_avq(model, attention.avq, route="always")
+    if own:
+        apply_avq(model, avq, route="always")
         return {}
-    stored: dict[str, StoredAttention] = {}
-    functions: dict[str, nn.Module] = {}
-    if attention.baseline is None:
-        stored = functions = {
-            layer.name: StoredAttention(layer.num_heads, layer.head_dim, attention.avq, settings)
-            for layer in layers
-        }
-    else:
-        _, grid = observe(model, example[:1])
-        make = BASELINES[attention.baseline]
-        functions = {x.name: make(grid, i, x.head_dim, seed) for i, x in enumerate(layers)}
-    train_attention(model, functions, attention.avq or AVQConfig())
+    stored = {
+        layer.name: StoredAttention(layer.num_heads, layer.head_dim, avq, diveq=diveq)
+        for layer in layers
+    }
+    train_attention(model, stored, avq)
     return stored
 
 
@@ -128,4 +100,4 @@ def remove_attention(model: PreTrainedModel) -> None:
 def keys_of_images(model: PreTrainedModel, images: Tensor) -> Iterator[dict[str, Tensor]]:
     """The patches' keys (H, n, D) under exact attention, for each image (3, S, S), by layer."""
     for image in images.split(1):
-        yield {name: call.key[0] for name, call in observe(model, image)[0].items()}
+        yield {name: call.key[0] for name, call in observe(model, image).items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -11,46 +11,33 @@ from avq_diffusers import AVQConfig
 from distill.codewords import parse_codewords
 from distill.config import CodebookConfig
 from distill.config_file import Config, Count, Positive, Weight
-from distill.vision.baselines import BASELINES
 
 PartOfSide = Annotated[float, Field(gt=0, le=1)]
 
 
-class AttentionName(NamedTuple):
-    """The parsed name of an attention.
-
-    Args:
-        baseline: one of `BASELINES`, or None.
-        avq: AVQ's sizes, or None.
-        own: whether codewords come from the keys of each call.
-    """
-
-    baseline: str | None = None
-    avq: AVQConfig | None = None
-    own: bool = False
-
-
-def parse_attention(name: str, **fields: bool) -> AttentionName:
-    """Parse `exact`, a name from `BASELINES`, or a configuration as in `distill.codewords`.
+def parse_attention(name: str, **fields: bool) -> tuple[AVQConfig | None, bool]:
+    """Parse `exact`, or a configuration as in `distill.codewords`.
 
     Args:
         name: the name.
         fields: other fields of configurations with stored codewords.
 
+    Returns:
+        The configuration, None for exact attention, and whether codewords come from the keys of
+        each call.
+
     Raises:
         ValueError: there is no such attention.
     """
     if name == "exact":
-        return AttentionName()
-    if name in BASELINES:
-        return AttentionName(baseline=name)
-    if name.startswith("M"):
-        config, own = parse_codewords(name)
-        return AttentionName(avq=config if own else replace(config, **fields), own=own)
-    raise ValueError(
-        f"attention must be exact, {', '.join(BASELINES)}, or sizes such as M64C8T1e-4, M64P16C8, "
-        f"M192 or M64P16C8/own, but got {name!r}."
-    )
+        return None, False
+    if not name.startswith("M"):
+        raise ValueError(
+            f"attention must be exact, or sizes such as M64C8T1e-4, M64P16C8, M192 or "
+            f"M64P16C8/own, but got {name!r}."
+        )
+    config, own = parse_codewords(name)
+    return config if own else replace(config, **fields), own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +75,13 @@ class LearningConfig(CodebookConfig):
     Args:
         key_norm: normalize keys with a learnable LayerNorm, initialized to change them as little as
             possible.
-        full_spawning: refine all parents during training.
         commitment_weight: weight of the mean squared quantization error of the keys.
-        project_children: keep the mean of each parent's children at the parent.
         diveq: train the codewords with gradients (DiVeQ) instead of EMA.
     """
 
     key_norm: bool
-    full_spawning: bool
     commitment_weight: Weight
-    project_children: bool
     diveq: bool
-
-    def __post_init__(self) -> None:
-        if self.diveq and not self.full_spawning:
-            raise ValueError(
-                "diveq needs full_spawning, where attention is a function of the codewords that "
-                "has gradients."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

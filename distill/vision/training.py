@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
-    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -23,6 +22,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from avq_diffusers import AVQConfig
 from avq_diffusers.files import sha256_all, write_text
 from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
@@ -34,7 +34,7 @@ from distill.stored import (
     update_codebooks,
 )
 from distill.vision.attention import keys_of_images, remove_attention, set_attention
-from distill.vision.config import AttentionName, VisionConfig, parse_attention
+from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.images import IGNORED, Prepared, open_images
 from distill.vision.models import at_size_of, load_model
 
@@ -126,7 +126,7 @@ class Run:
     Attributes:
         config: the run's configuration.
         model: the model with its attention.
-        attention: parsed from `config`.
+        avq: configuration of the attention; None for exact attention.
         layers: layers with codebooks that learn, by name.
         trainer: trains the `Learner` around the model.
         images: some training images (B, 3, S, S), in the model's format.
@@ -134,7 +134,7 @@ class Run:
 
     config: VisionConfig
     model: PreTrainedModel
-    attention: AttentionName
+    avq: AVQConfig | None
     layers: Mapping[str, StoredAttention]
     trainer: Trainer
     images: Tensor
@@ -154,27 +154,22 @@ class Run:
             start_key_norms=True,
         )
 
-    def score(self) -> float:
-        """Top-1 accuracy or mean IoU over all validation images, in percent."""
-        return self.trainer.evaluate()[f"eval_{METRICS[self.config.task]}"]
-
     def save(self, output: Path) -> None:
         """Write `model`, with exact attention, and for stored codewords `codebooks`."""
         if self.layers:
-            learned = learned_codebooks(self.model, self.attention.avq, self.layers)
+            learned = learned_codebooks(self.model, self.avq, self.layers)
             learned.save_pretrained(output / "codebooks")
-        if self.attention.avq is not None:
+        if self.avq is not None:
             remove_attention(self.model)
         self.model.save_pretrained(output / "model")
 
 
-def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
+def open_run(config: VisionConfig, output: Path) -> Run:
     """Open a run's data and model; codebooks that learn are still NaN.
 
     Args:
         config: the run's configuration.
         output: folder for checkpoints.
-        quiet: do not print log lines.
 
     Raises:
         OSError, ValueError: data or model cannot be read, or do not fit together.
@@ -191,7 +186,6 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
         logging_nan_inf_filter=False,  # would synchronize with the device in each step
         ddp_broadcast_buffers=False,  # codebooks are updated identically in all processes
         report_to="none",
-        disable_tqdm=quiet,
         **config.trainer,
     )
     (training, validation), classes = open_images(config, args.seed)
@@ -204,8 +198,8 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
     model = load_model(config, classes)
     learner = Learner(model, config)
     images = learner.normalized(training.first(config.codebooks.start_images))
-    attention = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
-    layers = set_attention(model, attention, config.codebooks, images, seed=args.seed)
+    avq, own = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
+    layers = set_attention(model, avq, own=own, diveq=config.codebooks.diveq)
     learner.layers = layers
     trainer = Trainer(
         model=learner,
@@ -218,9 +212,7 @@ def open_run(config: VisionConfig, output: Path, *, quiet: bool = False) -> Run:
         callbacks=[Steps(config, layers, training)],
         optimizers=(make_optimizer(model, args, config.head_rate), None),
     )
-    if quiet:
-        trainer.remove_callback(PrinterCallback)
-    return Run(config, model, attention, layers, trainer, images.to(args.device))
+    return Run(config, model, avq, layers, trainer, images.to(args.device))
 
 
 def make_optimizer(
@@ -268,8 +260,7 @@ def predictions(task: str, logits: Tensor, labels: Tensor) -> Tensor:
 def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, float]:
     """Fine-tune a model and return its metrics on the validation images, such as `eval_top1`.
 
-    Writes `model` to `output` and, for stored codewords, `codebooks` for `apply_avq`. A baseline's
-    own weights are part of `model`.
+    Writes `model` to `output` and, for stored codewords, `codebooks` for `apply_avq`.
 
     Args:
         config: the run's configuration.

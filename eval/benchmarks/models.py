@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from diffusers import (
     FluxTransformer2DModel,
-    HunyuanVideo15Transformer3DModel,
     MiniMaxH3Transformer3DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
@@ -29,9 +28,7 @@ TEXT_TOKENS = 77
 POOLED_TEXT = 1280  # width of SDXL's second text encoder
 SD3_TEXT = 77 + 256  # CLIP's tokens and T5's
 FLUX_TEXT = WAN_TEXT = MINIMAX_TEXT = 512
-HUNYUAN_TEXTS = 1000, 256, 729  # tokens of a prompt, of glyphs in it, and of an image
 WAN_LATENTS = {480: (21, 60, 104), 720: (21, 90, 160)}  # of 81 frames, by lines
-HUNYUAN_LATENTS = {480: (31, 30, 53), 720: (31, 45, 80)}  # of 121 frames, by lines
 # At 768 lines, by frames: patches of the video, and rows of its sound, at 24 frames and 2 x 40 rows
 # per second.
 MINIMAX_PATCHES = {124: (37, 24, 42), 345: (102, 24, 42)}
@@ -119,31 +116,6 @@ def wan_inputs(
     }
 
 
-def hunyuan_inputs(
-    config: Mapping[str, Any],
-    side: int,
-    batch: int,
-    normal: Normal,
-    latents: Mapping[int, tuple[int, int, int]] = HUNYUAN_LATENTS,
-    texts: tuple[int, int, int] = HUNYUAN_TEXTS,
-) -> Inputs:
-    """The same for HunyuanVideo 1.5, with texts and an image that fill their places."""
-    num_text, num_glyphs, num_image = texts
-    tensors = {
-        "hidden_states": normal(batch, config["in_channels"], *latents[side]),
-        "encoder_hidden_states": normal(batch, num_text, config["text_embed_dim"]),
-        "encoder_hidden_states_2": normal(batch, num_glyphs, config["text_embed_2_dim"]),
-        "image_embeds": normal(batch, num_image, config["image_embed_dim"]),
-    }
-    is_seen = torch.ones_like(tensors["encoder_hidden_states"][..., 0], dtype=torch.int64)
-    fixed = {
-        "timestep": TIMESTEP * torch.ones_like(tensors["encoder_hidden_states"][:, 0, 0]),
-        "encoder_attention_mask": is_seen,
-        "encoder_attention_mask_2": is_seen[:, :num_glyphs],
-    }
-    return tensors, fixed
-
-
 def minimax_inputs(
     config: Mapping[str, Any],
     frames: int,
@@ -193,7 +165,6 @@ class Model:
         multiple: a side must be a multiple of it; None if only the default sides are possible.
         part: other arguments, for the few blocks that stand for all.
         times: ratio of all blocks to those of the part.
-        has_mask: whether its attention has a mask, which is read on the host.
         tiny: fields of the model that replaces this one without CUDA, with more `config`.
     """
 
@@ -207,7 +178,6 @@ class Model:
     multiple: int | None = 64
     part: Mapping[str, Any] = field(default_factory=dict)
     times: float = 1
-    has_mask: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -298,10 +268,6 @@ TINY_TEXT = {"joint_attention_dim": 32, "pooled_projection_dim": 16}
 TINY_SD3 = {**TINY_HEADS, **TINY_LATENT, **TINY_TEXT, "caption_projection_dim": 32, "num_layers": 4}
 TINY_FLUX = {**TINY_HEADS, **TINY_TEXT, "in_channels": 4, "axes_dims_rope": (4, 6, 6)}
 TINY_WAN = {**TINY_HEADS, **TINY_LATENT, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64}
-TINY_HUNYUAN = {
-    **{**TINY_HEADS, **TINY_LATENT, "rope_axes_dim": (4, 6, 6)},
-    **{"text_embed_dim": 16, "text_embed_2_dim": 16, "image_embed_dim": 16},
-}
 TINY_MINIMAX = {
     **{**TINY_HEADS, "in_channels": 4, "audio_in_channels": 4, "text_dim": 16, "hidden_size": 32},
     **{"ffn_dim": 64, "freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 32},
@@ -372,22 +338,6 @@ MODELS |= {
         tiny={
             "config": TINY_WAN,
             "inputs": partial(wan_inputs, latents={480: (3, 8, 12), 720: (3, 12, 20)}),
-        },
-    ),
-    "hunyuan15": _transformer(
-        title="one block of HunyuanVideo 1.5",
-        kind=HunyuanVideo15Transformer3DModel,
-        config={"num_layers": 1, "num_refiner_layers": 0},  # the defaults have 54 blocks
-        inputs=hunyuan_inputs,
-        batch=1,
-        sizes=tuple(HUNYUAN_LATENTS),
-        multiple=None,
-        has_mask=True,
-        tiny={
-            "config": TINY_HUNYUAN,
-            "inputs": partial(
-                hunyuan_inputs, latents={480: (3, 4, 6), 720: (3, 6, 10)}, texts=(20, 8, 12)
-            ),
         },
     ),
     "minimax-h3": _transformer(

@@ -88,11 +88,9 @@ class NetworkBench:
         first = named.pop(self._names[0])  # positional, where ToMe's hooks look for it
         return network(first, **named, **self._fixed, return_dict=False)[0]
 
-    def cannot_run(self, name: str, *, is_compiled: bool) -> str | None:
+    def cannot_run(self, name: str) -> str | None:
         """Why this machine cannot time the method; None if it can."""
         kind = name if name == AVQ else timed_method(name).kind
-        if is_compiled and self.model.has_mask:
-            return "AVQ reads a mask on the host, in eager steps only"
         if kind in PEERS and not self.cuda:
             return f"{name} needs a CUDA device"
         return "tomesd is not installed" if kind == TOME and not find_spec("tomesd") else None

@@ -156,7 +156,7 @@ def measured(bench: NetworkBench, case: Case, window: float) -> Row:
     row: Row = {"title": bench.model.title, "batch": bench.model.batch, "ms": None}
     row["dtype"] = str(bench.dtype).removeprefix("torch.")
     inputs = bench.inputs(case.size)
-    if reason := bench.cannot_run(case.method, is_compiled=case.run == COMPILED):
+    if reason := bench.cannot_run(case.method):
         return row | {"note": reason}
     exact = bench.predict(*inputs).clone()
     try:

@@ -8,7 +8,7 @@ import typer
 
 from avq_diffusers.files import write_text
 from avq_diffusers.options import device_of, dtype_name, numbers_of
-from eval.commands.options import Device, Output, Overrides, some_of
+from eval.commands.options import Device, Output, some_of
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
@@ -140,7 +140,7 @@ def bench_steps_command(
         str,
         typer.Option(
             help="Comma-separated, the most important first, with or without a size: sd15, sdxl, "
-            "sd35-medium, sd35-large, flux, wan, hunyuan15, minimax-h3. Sizes are sides of images, "
+            "sd35-medium, sd35-large, flux, wan, minimax-h3. Sizes are sides of images, "
             "or lines or frames of videos."
         ),
     ] = "sd15@1024,sdxl@1024,sdxl@2048,sd35-medium@1024,sd35-medium@2048,flux@1024,flux@2048,"
@@ -151,7 +151,7 @@ def bench_steps_command(
         typer.Option(
             help="Comma-separated: exact, avq (the default), limit, M64P16C8/own. For a UNet "
             "also tome, tome@L01, linfusion, or a folder of codebooks; for a transformer "
-            "pisa@.15, pisa0@.15, sol@1.3. eval/methods explains them."
+            "pisa@.15, sol@1.3. eval/methods explains them."
         ),
     ] = "exact,avq,limit",
     window: Annotated[
@@ -200,35 +200,3 @@ def bench_parallel_command(
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, but got {kind}.")
     run_parallel(names, kind, output)
-
-
-@app.command("distill")
-def bench_distill_command(
-    config: Annotated[Path, typer.Option(help="YAML file of the timed run.")] = Path(
-        "configs/sd15_m64p16c8.yaml"
-    ),
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a model; by default SD1.5 with random weights.")
-    ] = None,
-    size: Annotated[int, typer.Option(help="Side of the images.")] = 512,
-    batches: Annotated[str, typer.Option(help="Images per GPU and step.")] = "4,8,12",
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1",
-    attentions: Annotated[
-        str, typer.Option(help="Students: exact, avq, linfusion.")
-    ] = "exact,avq,linfusion",
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Runs per row, in turns, if the host's speed varies.")
-    ] = 1,
-    overrides: Overrides = (),
-    output: Output = RESULTS,
-) -> None:
-    """Time the training step at SD1.5's size, with short runs of the real command.
-
-    Example: python -m eval bench distill --gpus 1,2 --batches 12 --attentions avq
-    """
-    from eval.benchmarks.distillation import Run, run_distillation
-
-    numbers = numbers_of("--gpus", gpus), numbers_of("--batches", batches)
-    cases = list(product(*numbers, attentions.split(",")))
-    run = Run(config, model, size, overrides)
-    run_distillation(run, cases, rounds, output)

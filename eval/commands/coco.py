@@ -105,13 +105,6 @@ def coco_score_command(
     images: Annotated[
         int | None, typer.Option(min=2, help="Only score the first ones, for FID-5k.")
     ] = None,
-    patches: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of images of at least the same size, real ones or exact attention's: adds "
-            "an FID of patches, which sees fine detail."
-        ),
-    ] = None,
     batch: Batch = 64,
     threads: Annotated[int, typer.Option(min=1, help="Threads that read images.")] = 8,
     cache: Annotated[Path | None, typer.Option(help="Folder for features of real images.")] = None,
@@ -142,7 +135,6 @@ def coco_score_command(
         real,
         partial(load_networks, scorer, place, batch, threads),
         cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
-        patches=patches,
     )
     for folder, row in zip(chosen, scores, strict=True):
         scored.append(row)

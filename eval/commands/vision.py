@@ -1,8 +1,6 @@
 """`python -m eval vision`: vision models of transformers."""
 
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +8,7 @@ import typer
 from avq_diffusers.mini import model_path
 from avq_diffusers.options import device_of, tolerances_of
 from eval.commands.keys import SMALLEST, VIT, folder_of, load, result_path, sides_of
-from eval.commands.options import Device, Download, Methods, Output, Size, Tolerances
+from eval.commands.options import Device, Download, Methods, Output, Tolerances
 from eval.store.report import RESULTS, publish, save_json
 
 if TYPE_CHECKING:
@@ -31,37 +29,7 @@ Model = Annotated[
     ),
 ]
 
-app = typer.Typer(no_args_is_help=True, help="Vision transformers: datasets, features, tables.")
-
-
-@app.command()
-def data(
-    task: Annotated[str, typer.Argument(help="segmentation or classification.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to create; by default runs/TASK.")
-    ] = None,
-    training: Annotated[int, typer.Option(min=1, help="Training images.")] = 2000,
-    validation: Annotated[int, typer.Option(min=1, help="Validation images.")] = 400,
-    size: Size = 512,
-    seed: Annotated[int, typer.Option(min=0, max=9, help="Seed of the scenes.")] = 0,
-) -> None:
-    """Write scenes over photographs in the layout of ADE20K or ImageNet.
-
-    Example: python -m eval vision data segmentation
-    """
-    from eval.vision.data_sets import write_data_set
-
-    folder = RESULTS / task if output is None else output
-    write_data_set(
-        task,
-        folder,
-        training=training,
-        validation=validation,
-        size=size,
-        seed=seed,
-        workers=os.cpu_count() or 1,
-    )
-    print(folder)
+app = typer.Typer(no_args_is_help=True, help="Vision transformers: features and tolerances.")
 
 
 @app.command()
@@ -137,27 +105,6 @@ def tolerance(
         rows=rows,
     )
     profile.plot(path.with_suffix(".png"))
-
-
-@app.command()
-def table(
-    rows: Annotated[Path, typer.Argument(help="rows.jsonl from python -m distill.vision compare.")],
-    output: Output = RESULTS,
-) -> None:
-    """Scores of fine-tuned models by attention, with kernel times, from the rows of a comparison.
-
-    Example: python -m eval vision table runs/scenes_segmentation/rows.jsonl
-    """
-    from eval.vision.fine_tuned import differences, fine_tuned_table, read_rows
-
-    result = read_rows(rows)
-    found = differences(result)
-    lines = [
-        f"{x['avq']} minus {x['flat']}: {x['difference']:.2f} ± {x['error']:.2f}" for x in found
-    ]
-    path = output / f"vision_{rows.resolve().parent.name}.json"
-    shown = "\n".join([fine_tuned_table(result), "", *lines])
-    publish(path, shown, **result, differences=found)
 
 
 def load_vision(model: str, download: bool, device: "torch.device") -> "PreTrainedModel":

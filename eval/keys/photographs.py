@@ -30,7 +30,7 @@ def photograph(name: str, size: int, frames: int = 1) -> Tensor:
     Raises:
         ImportError: scikit-image or scikit-learn is missing.
     """
-    image = read_photograph(name)
+    image = Image.fromarray(_read(name)).convert("RGB")
     square = min(image.size)
     left, top = ((length - square) // 2 for length in image.size)
     side = square if frames == 1 else WINDOW * square
@@ -40,15 +40,6 @@ def photograph(name: str, size: int, frames: int = 1) -> Tensor:
         pan.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box)))
     pixels = torch.from_numpy(np.stack(pan).astype(np.float32) / 255)
     return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2)
-
-
-def read_photograph(name: str) -> Image.Image:
-    """A photograph in RGB, in its own size.
-
-    Raises:
-        ImportError: scikit-image or scikit-learn is missing.
-    """
-    return Image.fromarray(_read(name)).convert("RGB")
 
 
 def _read(name: str) -> np.ndarray:

@@ -31,8 +31,7 @@ class AttentionMethod(ABC):
         own: whether codewords come from the keys of each call.
         levels: levels in the suffix of a word.
         num_refined: refined parents in a folder's suffix.
-        setting: a peer's density or threshold, exact keys of pooled blocks, ToMe's share of merged
-            tokens.
+        setting: a peer's density or threshold, or ToMe's share of merged tokens.
         kind: the word, or what configurations of its class have in common.
         example: an example name.
         places: where it runs.

@@ -1,6 +1,6 @@
 """Peers with their own kernels, on a GPU.
 
-Peers cut the tokens into blocks of `BLOCK`, the last one shorter, so any number of tokens can be
+Peers cut the tokens into blocks, the last one shorter, so any number of tokens can be
 measured unchanged. Their code is not in this repository; each class says where it is.
 
 Blocks need neighbouring tokens to be adjacent. Models that use these kernels reorder their tokens
@@ -31,35 +31,8 @@ from eval.methods.running import all_layers_by
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Blocks(Word):
-    """An attention over blocks of one sequence: the tokens of the grid in query order, then others.
-
-    Keys stand in for the missing queries of tokens beside the grid.
-    """
-
-    takes_setting = True
-
-    def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
-        keys, values = keys_and_values(call)
-        num_queries = call.query.shape[2]
-        queries = torch.cat([call.query, keys[:, :, num_queries:]], dim=2)
-        beside = torch.arange(call.key.shape[2], keys.shape[2], device=keys.device)
-        order = torch.cat([call.key_order.long(), beside])
-        run = self.on_sequence((queries, keys, values), order, call.scale, timed=timed)
-        return lambda: run()[:, :, :num_queries]
-
-    @abstractmethod
-    def on_sequence(
-        self, tensors: Sequence[Tensor], order: Tensor, scale: float | None, *, timed: bool
-    ) -> Callable[[], Tensor]:
-        """The function that computes attention of queries, keys and values, as many of each.
-
-        A timed peer leaves its tokens in the order of blocks.
-        """
-
-
-class Peer(Blocks):
-    """A peer.
+class Peer(Word):
+    """A peer: attention over one sequence, the tokens of the grid in query order, then others.
 
     Attributes:
         module: where its kernels are.
@@ -70,6 +43,7 @@ class Peer(Blocks):
     module: ClassVar[str]
     install: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF
+    takes_setting = True
 
     @property
     def scheme(self) -> str:
@@ -103,11 +77,19 @@ class Peer(Blocks):
         _tune_apart(module, (self.source, self.setting, inputs[0].shape))
         return self.call(module, inputs, scale)
 
-    def on_sequence(
-        self, tensors: Sequence[Tensor], order: Tensor, scale: float | None, *, timed: bool
-    ) -> Callable[[], Tensor]:
-        run = partial(self.attend, self.arranged(*(x[:, :, order] for x in tensors)), scale)
-        return run if timed else lambda: in_order(run(), order)
+    def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
+        """Keys stand in for the missing queries of tokens beside the grid.
+
+        A timed peer leaves its tokens in the order of blocks.
+        """
+        keys, values = keys_and_values(call)
+        num_queries = call.query.shape[2]
+        queries = torch.cat([call.query, keys[:, :, num_queries:]], dim=2)
+        beside = torch.arange(call.key.shape[2], keys.shape[2], device=keys.device)
+        order = torch.cat([call.key_order.long(), beside])
+        inputs = self.arranged(*(x[:, :, order] for x in (queries, keys, values)))
+        run = partial(self.attend, inputs, call.scale)
+        return run if timed else lambda: in_order(run(), order)[:, :, :num_queries]
 
     def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
         return all_layers_by(pipe, self._in_model, levels)

@@ -10,11 +10,12 @@ from typing_extensions import Self
 
 from eval.methods.base import KEYS, TRANSFORMER_IMAGES, TRANSFORMER_STEP
 from eval.methods.peer import Peer
-from eval.methods.pooled import BLOCK, pooled_columns
+
+BLOCK = 64
 
 
 class Pisa(Peer):
-    """`pisa@.15`, the published first order: 0.15 of the blocks are exact."""
+    """`pisa@.15`: 0.15 of the blocks are exact."""
 
     kind, example = "pisa", "pisa@.15"
     places = (TRANSFORMER_IMAGES, TRANSFORMER_STEP, KEYS)
@@ -43,25 +44,6 @@ class Pisa(Peer):
         return module.piecewise_sparse_attention(*inputs, **options)
 
     def columns(self, num_tokens: int) -> int:
-        return pooled_columns(num_tokens, max(1, int(self.setting * ceil(num_tokens / BLOCK))))
-
-
-class PisaZeroth(Pisa):
-    """`pisa0@.15`, its later zeroth-order version, without the Taylor term."""
-
-    kind, example = "pisa0", "pisa0@.15"
-    places = (TRANSFORMER_STEP, KEYS)
-    title = "PISA, zeroth order, {:.0%} of the blocks"
-    module = "pisa_hyvideo_kernels.piecewise_sparse_attn_0th"
-    install = (
-        "clone https://github.com/NVlabs/Sana, check out 7d613e1, and put "
-        "techniques/sparse_backends/pisa_hyvideo on PYTHONPATH"
-    )
-
-    @classmethod
-    def prepare(cls, module: Any) -> None:
-        """Nothing: this version has no descriptors."""
-
-    def call(self, module: Any, inputs: Sequence[Tensor], scale: float) -> Tensor:
-        options = {"density": self.setting, "block_size": BLOCK, "scale": scale}
-        return module.piecewise_attention(*inputs, **options)
+        num_blocks = ceil(num_tokens / BLOCK)
+        num_exact = max(1, int(self.setting * num_blocks))
+        return num_blocks - num_exact + min(num_exact * BLOCK, num_tokens)

@@ -14,14 +14,12 @@ from eval.methods.base import AttentionMethod, Word
 from eval.methods.exact import Exact, Limit, ValueProjection
 from eval.methods.folder import Folder, LinFusion
 from eval.methods.peer import Peer
-from eval.methods.pisa import Pisa, PisaZeroth
-from eval.methods.pooled import Pooled
+from eval.methods.pisa import Pisa
 from eval.methods.sol import Sol
 from eval.methods.tome import ToMe
 from eval.store.markdown import figure
 
-WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, Limit)
-WORDS += (LinFusion, Pooled, Pisa, PisaZeroth, Sol)
+WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, Limit, LinFusion, Pisa, Sol)
 EXACT, NO_ATTENTION, TOME = Exact.kind, ValueProjection.kind, ToMe.kind
 LIMIT, LINFUSION = Limit.kind, LinFusion.kind
 AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`

@@ -17,7 +17,6 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers.mini.loading import usual_guidance
-from eval.benchmarks.distillation import last_error
 from eval.methods.prepared import attention_method, prepare_methods
 from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.store.markdown import rows_table, standard_error
@@ -42,9 +41,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
         f"commitment {weight}": {"objective.commitment_weight": weight}
         for weight in (0.0, 0.01, 0.1, 1.0)
     },
-    "P refined in training": {"objective.full_spawning": "false"},
     "dead codewords move": {"codebooks.dead_threshold": 1.0},
-    "children unconstrained": {"objective.project_children": "false"},
     "DiVeQ": {"objective.diveq": "true"},
     "no noise loss": {"objective.noise_weight": 0.0},
     "no feature loss": {"objective.feature_weight": 0.0},
@@ -161,4 +158,6 @@ def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
     changes = [f"--set={setting}" for setting in settings]
     done = subprocess.run([*command, "--resume", *changes], capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"the run {run} failed: {last_error(done.stderr)}")
+        lines = done.stderr.strip().splitlines() or ["it was killed"]
+        said = next((line for line in lines[::-1] if line.startswith("error: ")), lines[-1])
+        raise ValueError(f"the run {run} failed: {said.removeprefix('error: ')}")

@@ -1,4 +1,4 @@
-"""Score folders of images against real ones: FID, CLIP score, patch FID."""
+"""Score folders of images against real ones: FID and CLIP score."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ COLUMNS = {
     "CLIP score": figure("clip_score", ".4f"),
 }
 
-Prepare = Callable[[Image.Image, int], dict[str, Tensor]]
+Prepare = Callable[[Image.Image], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,6 @@ def score_folders(
     load: Callable[[], Networks],
     *,
     cache: Path,
-    patches: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield one row of metrics per folder.
 
@@ -202,52 +201,29 @@ def score_folders(
         real: folder of real images.
         load: loads the networks; called once the folders have been checked.
         cache: folder for features of real images, reused while the files are unchanged.
-        patches: folder of images of at least the generated size. Adds an FID of patches, 299-pixel
-            squares whose position depends on the image's index. It sees detail that FID shrinks
-            away, and is None for the folder that the patches come from.
 
     Raises:
         FileNotFoundError: a folder has no images.
-        ValueError: an image cannot be read, is too small for patches, or does not have the size
-            that its folder states.
+        ValueError: an image cannot be read, or does not have the size that its folder states.
     """
-    size = folders[0].config["size"]
-    if patches is not None and size < INCEPTION_SIZE:
-        raise ValueError(
-            f"patches need images of at least {INCEPTION_SIZE}, but the generated ones are {size}."
-        )
-    files, patch_files = real_images(real), patches and real_images(patches)
+    files = real_images(real)
     extract = load()
-    prepare_detail = partial(prepare_patch, size=size)
-    whole = fit_gaussian(real_features(real, files, extract, prepare_whole, "whole", cache))
-    detail = patches and fit_gaussian(
-        real_features(patches, patch_files, extract, prepare_detail, f"patches at {size}", cache)
-    )
+    reference = fit_gaussian(real_features(real, files, extract, cache))
+    prepare_generated = partial(_prepare_generated, size=folders[0].config["size"])
     for folder in folders:
-        name = folder.config["method"]
         features, cosines = extract(
             folder.images,
-            partial(_prepare_generated, size=size),
+            prepare_generated,
             captions=folder.captions,
-            description=name,
+            description=folder.config["method"],
         )
-        figures = distances(whole, features)
-        if detail:
-            of_patches = dict.fromkeys(figures)
-            own = {folder.path.resolve(), folder.images[0].resolve().parent}
-            if patches.resolve() not in own:
-                features, _ = extract(
-                    folder.images, prepare_detail, description=f"patches of {name}"
-                )
-                of_patches = distances(detail, features)
-            figures |= {f"patch_{key}": value for key, value in of_patches.items()}
         yield {
             **folder.manifest["row"],
             "model": Path(folder.config["model"]).name,
             "model_sha256": folder.config["model_sha256"],
             "num_images": len(folder.captions),
             "num_real": len(files),
-            **figures,
+            **distances(reference, features),
             "clip_score": float(cosines.mean()),
             "clip_score_sem": float(cosines.std() / len(cosines) ** 0.5),
         }
@@ -255,22 +231,14 @@ def score_folders(
 
 def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table; ± is one standard error."""
-    patches = {"patch FID": figure("patch_fid", ".2f")} if "patch_fid" in rows[0] else {}
-    return rows_table(COLUMNS | patches, rows)
+    return rows_table(COLUMNS, rows)
 
 
-def real_features(
-    folder: Path,
-    files: Sequence[Path],
-    extract: Networks,
-    prepare: Prepare,
-    kind: str,
-    cache: Path,
-) -> Tensor:
-    """Features (n, D) of real images, through the cache; `kind` names the preparation there."""
+def real_features(folder: Path, files: Sequence[Path], extract: Networks, cache: Path) -> Tensor:
+    """Features (n, D) of real images, through the cache."""
     names = [str(path.relative_to(folder)) for path in files]
     resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
-    fingerprint = json.dumps([extract.name, kind, resizing, names, sha256_all(files)])
+    fingerprint = json.dumps([extract.name, "whole", resizing, names, sha256_all(files)])
     cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
     try:
         return load_file(cached, device=str(extract.device))["features"]
@@ -281,9 +249,12 @@ def real_features(
     return features
 
 
-def prepare_whole(image: Image.Image, number: int) -> dict[str, Tensor]:
-    """The image at 256 in bytes, and resized from that at 299 in floats."""
-    small = _square(image, FID_SIZE)
+def prepare(image: Image.Image) -> dict[str, Tensor]:
+    """The centre square at 256 in bytes, and resized from that at 299 in floats."""
+    side = min(image.size)
+    left, top = (round((length - side) / 2) for length in image.size)
+    square = image.crop((left, top, left + side, top + side))
+    small = square.resize((FID_SIZE, FID_SIZE), FID_FILTER)
     channels = [
         np.asarray(
             Image.fromarray(channel).resize((INCEPTION_SIZE, INCEPTION_SIZE), INCEPTION_FILTER)
@@ -291,42 +262,17 @@ def prepare_whole(image: Image.Image, number: int) -> dict[str, Tensor]:
         for channel in np.moveaxis(np.asarray(small, np.float32), 2, 0)
     ]
     pixels = torch.from_numpy(np.stack(channels).clip(0, 255))
-    return {"pixels": pixels, "bytes": _to_tensor(small)}
+    return {"pixels": pixels, "bytes": torch.from_numpy(np.array(small)).permute(2, 0, 1)}
 
 
-def prepare_patch(image: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
-    """A 299-pixel square of the image at `size`.
-
-    Raises:
-        ValueError: the image is smaller than `size`: enlarging it would add no detail.
-    """
-    if min(image.size) < size:
-        raise ValueError(f"patches need images of at least {size}, but it has {image.size}")
-    left, top = np.random.default_rng(number).integers(0, size - INCEPTION_SIZE + 1, 2)
-    box = (left, top, left + INCEPTION_SIZE, top + INCEPTION_SIZE)
-    return {"pixels": _to_tensor(_square(image, size).crop(tuple(map(int, box)))).float()}
-
-
-def _prepare_generated(image: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+def _prepare_generated(image: Image.Image, *, size: int) -> dict[str, Tensor]:
     if image.size != (size, size):
         width, height = image.size
         raise ValueError(
             f"it has {width} x {height} pixels, not {size} x {size}; its folder's command makes it "
             "again"
         )
-    return prepare_whole(image, number)
-
-
-def _square(image: Image.Image, size: int) -> Image.Image:
-    """The centre square, with Lanczos."""
-    side = min(image.size)
-    left, top = (round((length - side) / 2) for length in image.size)
-    square = image.crop((left, top, left + side, top + side))
-    return square.resize((size, size), FID_FILTER)
-
-
-def _to_tensor(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return prepare(image)
 
 
 def _prepared(
@@ -337,8 +283,8 @@ def _prepared(
     with ThreadPoolExecutor(threads) as pool:
 
         def begin(start: int) -> list[Future]:
-            numbers = range(start, min(start + batch_size, len(paths)))
-            return [pool.submit(_read, paths[number], number, prepare) for number in numbers]
+            batch = paths[start : start + batch_size]
+            return [pool.submit(_read, path, prepare) for path in batch]
 
         waiting = deque(map(begin, islice(starts, 2)))
         while waiting:
@@ -347,11 +293,11 @@ def _prepared(
             waiting.extend(map(begin, islice(starts, 1)))
 
 
-def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
+def _read(path: Path, prepare: Prepare) -> dict[str, Tensor]:
     """Prepare an image as clean-fid reads it, not as `avq_diffusers.images.read_rgb` does."""
     try:
         with Image.open(path) as image:
-            return prepare(image.convert("RGB"), number)
+            return prepare(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"the image {path} cannot be used: {error}.") from error
 

@@ -27,7 +27,7 @@ METRICS = {"fid": ("FID", ".2f"), "clip_score": ("CLIP score", ".3f"), "ms": ("m
 # row's images by image side.
 COCO_GB, LAION_GB, WEIGHTS_GB = 13, 75, 12
 ROW_GB = {512: 14, 1024: 50}
-# Hours on one H200, from the `bench distill` and `bench steps` files named in eval/README.md.
+# Hours on one H200: see "Time and space" in eval/README.md.
 DISTILL_HOURS = 12
 
 

@@ -45,15 +45,15 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 def figure(name: str, form: str = ".4g") -> Column:
     """A column for a field, ± its standard error if there is a `{name}_sem`."""
-    return lambda row: with_error(row.get(name), row.get(f"{name}_sem"), form)
+
+    def cell(row: Mapping[str, Any]) -> str:
+        value, error = row.get(name), row.get(f"{name}_sem")
+        has_error = value is not None and error is not None and not math.isnan(error)
+        return number(value, form) + (f" ± {error:{form.removeprefix('+')}}" if has_error else "")
+
+    return cell
 
 
 def number(value: float | None, form: str = ".4g") -> str:
     """A cell: the value in this format, or a dash for None."""
     return "-" if value is None else format(value, form)
-
-
-def with_error(value: float | None, error: float | None, form: str) -> str:
-    """A cell: the value and, unless None or NaN, its standard error in this format."""
-    has_error = value is not None and error is not None and not math.isnan(error)
-    return number(value, form) + (f" ± {error:{form.removeprefix('+')}}" if has_error else "")

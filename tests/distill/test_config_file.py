@@ -61,8 +61,7 @@ def test_a_profile_decides_the_sizes_of_layers(tmp_path):
     profile = ErrorProfile(measured, tuple(layers), {1000: Part(1.0)}, (1e-4, 5e-4))
     profile.save(tmp_path / "profile.json")
     chosen = [f"avq.profile={tmp_path / 'profile.json'}", "avq.tolerance=0.02"]
-    unused = ("commitment_weight=0", "full_spawning=false", "project_children=false")
-    own = ["codebooks=null", *(f"objective.{setting}" for setting in unused)]
+    own = ["codebooks=null", "objective.commitment_weight=0"]
     config = distillation([*own, *chosen])
     assert (config.avq.levels, config.avq.num_updates, config.avq.exact) == ((0, 1), 1, ("down",))
     assert str(config.avq.for_layer("up", 1)) == "M64C8T4.6e-4"

@@ -18,7 +18,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny import three_level_pipe, tiny_encoders, tiny_tokenizer
+from tiny import tiny_encoders, tiny_tokenizer, two_level_pipe
 from torch.utils.data import Dataset
 
 from distill.data import DataError
@@ -273,7 +273,7 @@ def test_linfusion_is_opencv():
 
 def test_encoder_is_the_pipeline():
     """Catches other pixel ranges, scaled latents, another layer of the text encoder."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     parts = Encoder(pipe.vae, pipe.text_encoder, pipe.tokenizer)
     captions = ["a red fox", "", "a fox " * 40]  # 77 tokens hold less than 40 foxes
     images = [picture.resize((64, 64)) for picture in pictures()[:3]]

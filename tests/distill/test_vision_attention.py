@@ -1,106 +1,32 @@
-"""Attentions that vision models train with: baselines and learned codebooks."""
+"""Attention that vision models train with: learned codebooks."""
 
-from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_training import CONFIGS
-from tiny_vision import FAMILIES, WIDE
+from tiny_vision import FAMILIES, WIDE, tiny_vision
 from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTConfig, ViTModel
 
-from avq_diffusers import select_layers
+from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.config import Spec
-from distill.config_file import load_config
 from distill.stored import StoredAttention, start_codebooks
 from distill.vision.attention import keys_of_images, observe, remove_attention, set_attention
-from distill.vision.baselines import BASELINES, Grid, Linformer, Performer
-from distill.vision.config import VisionConfig, parse_attention
-
-GRID = Grid(prefix=1, height=9, width=10)
-FILE = CONFIGS / "vision" / "scenes_classification.yaml"
-SETTINGS = replace(load_config(FILE, VisionConfig, []).codebooks, start_images=2, keys_per_layer=64)
+from distill.vision.config import parse_attention
 
 
-def tensors(grid=GRID, *, head_dim=16, scale=1.0):
-    """Queries of the patches; keys and values of all tokens."""
+def tensors():
+    """Queries of 90 patches; keys and values of CLS and the patches."""
     torch.manual_seed(0)
-    tokens = grid.prefix + grid.num_patches
-    query, key, value = scale * torch.randn(3, 2, 2, tokens, head_dim)
-    return query[:, :, grid.prefix :], key, value
+    query, key, value = torch.randn(3, 2, 2, 91, 16)
+    return query[:, :, 1:], key, value
 
 
-def run(attention, query, key, value, spec=None, **orders):
-    prefix = key.shape[2] - query.shape[2]
-    sinks = {"sink_key": key[:, :, :prefix], "sink_value": value[:, :, :prefix]} if prefix else {}
-    patches = key[:, :, prefix:], value[:, :, prefix:]
-    call = Tensors.of(query, *patches, **sinks, scale=0.25, **orders)
-    return attention(call, spec or Spec(), "auto")[0]
-
-
-def exact(query, key, value, mask=None):
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.25)
-
-
-def in_window(shift):
-    return lambda a, b, length: (a + shift) // 7 == (b + shift) // 7
-
-
-def in_neighbourhood(a, b, length):
-    start = min(max(a - 2, 0), length - 5)
-    return start <= b < start + 5
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "sees"),
-    [
-        ("swin", 0, in_window(0)),
-        ("swin", 1, in_window(3)),
-        ("swin", 2, in_window(0)),
-        ("neighbourhood", 0, in_neighbourhood),
-    ],
-)
-def test_windows_and_neighbourhoods_are_masked_attention(name, layer, sees):
-    """Catches boxes of another place, a shift in the wrong layers, and a lost CLS."""
-    query, key, value = tensors()
-    mask = torch.ones(90, 91, dtype=torch.bool)  # patches x tokens; all see CLS
-    for i, j in product(range(90), repeat=2):
-        places = zip(divmod(i, 10), divmod(j, 10), (9, 10), strict=True)
-        mask[i, 1 + j] = all(sees(*place) for place in places)
-    assert 0.1 < mask.float().mean() < 0.7
-    found = run(BASELINES[name](GRID, layer, 16, 0), query, key, value)
-    torch.testing.assert_close(found, exact(query, key, value, mask))
-
-
-def test_performer_approaches_softmax_with_more_features():
-    query, key, value = tensors(scale=0.6)
-    expected = exact(query, key, value)
-    errors = []
-    for features in (16, 256, 4096):
-        output = run(Performer(GRID, 16, features, seed=0), query, key, value)
-        errors.append(float((output - expected).norm() / expected.norm()))
-    assert errors[2] < errors[1] / 2 < errors[0] / 4
-    assert errors[2] < 0.2
-    large = run(Performer(GRID, 16, 256, seed=0), 100 * query, 100 * key, value)
-    assert large.isfinite().all()
-
-
-def test_linformer_starts_as_means_of_neighbours():
-    # As many projected keys as patches: every mean is one patch.
-    for grid in (GRID, Grid(0, 9, 10)):
-        query, key, value = tensors(grid)
-        got = run(Linformer(grid, 90), query, key, value)
-        torch.testing.assert_close(got, exact(query, key, value))
-    means = Linformer(GRID, 8).key_projection.sum(dim=1)
-    torch.testing.assert_close(means, torch.ones(8))
-
-
-def vit():
-    torch.manual_seed(0)
-    return ViTModel(ViTConfig(**WIDE)).eval()
+def run(attention, query, key, value, spec):
+    sinks = {"sink_key": key[:, :, :1], "sink_value": value[:, :, :1]}
+    order = torch.arange(90)
+    call = Tensors.of(query, key[:, :, 1:], value[:, :, 1:], **sinks, scale=0.25, query_order=order)
+    return attention(call, spec, "auto")[0]
 
 
 @pytest.mark.parametrize("family", ["vit", "dinov2 with registers", "siglip", "dpt"])
@@ -111,36 +37,17 @@ def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
     model = make().train()
     layers, images = select_layers(model), torch.randn(2, 3, 64, 64)
     configs = [layer.attn.config for layer in layers]
-    calls, grid = observe(model, images)
-    assert grid == Grid(prefix, 8, 8)
+    calls = observe(model, images)
     assert [*calls] == [layer.name for layer in layers]
     for call in calls.values():
         assert call.key.shape[2] == len(call.query_order) == 64
+        assert (0 if call.sink_key is None else call.sink_key.shape[2]) == prefix
     assert all(a.attn.config is b for a, b in zip(layers, configs, strict=True))
     assert model.training
 
 
-def test_replacing_leaves_the_keys_and_is_undone():
-    """Catches an observation of the replaced attention, and weights that stay in the model."""
-    model, images = vit(), torch.randn(2, 3, 64, 64)
-    before, names = model(images).last_hidden_state, model.state_dict().keys()
-    calls, _ = observe(model, images)
-    set_attention(model, parse_attention("performer"), SETTINGS, images, seed=0)
-    replaced = model(images).last_hidden_state
-    assert not torch.allclose(replaced, before, atol=1e-3)
-    name = next(iter(calls))
-    assert torch.equal(observe(model, images)[0][name].key, calls[name].key)
-    assert torch.equal(model(images).last_hidden_state, replaced)
-    remove_attention(model)
-    assert torch.equal(model(images).last_hidden_state, before)
-    assert model.state_dict().keys() == names
-
-
-def test_other_numbers_of_tokens_and_other_models_are_refused():
-    model, images = vit(), torch.randn(1, 3, 64, 64)
-    set_attention(model, parse_attention("swin"), SETTINGS, images, seed=0)
-    with pytest.raises(ValueError, match=r"prepared for 1 \+ 8 x 8 tokens, but got 37"):
-        model(torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
+def test_other_models_are_refused():
+    images = torch.randn(1, 3, 64, 64)
     swin = SwinModel(SwinConfig(image_size=64, embed_dim=8, depths=[1], num_heads=[1]))
     with pytest.raises(TypeError, match="AVQ does not know the attention of SwinModel"):
         observe(swin, images)
@@ -150,41 +57,51 @@ def test_other_numbers_of_tokens_and_other_models_are_refused():
         observe(model, images)
 
 
-@pytest.mark.parametrize("attention", ["swin", "M8P8C4", "M8P8C4/own"])
+@pytest.mark.parametrize("attention", ["M8P8C4", "M8P8C4/own"])
 def test_dropout_of_attention_is_refused(attention):
     """Its layers would run exact attention in training."""
+    avq, own = parse_attention(attention)
     for make, name in (
         (ViTConfig, "attention_probs_dropout_prob"),
         (DINOv3ViTConfig, "attention_dropout"),
     ):
         model = AutoModel.from_config(make(**WIDE, **{name: 0.5}))
         with pytest.raises(ValueError, match=f"set {name} of the model's config to 0"):
-            set_attention(model, parse_attention(attention), SETTINGS, torch.empty(0), seed=0)
+            set_attention(model, avq, own=own, diveq=False)
 
 
-def stored(name="M8P2C4", **settings):
+def stored(name="M8P2C4", *, key_norm=False):
     query, key, value = tensors()
-    settings = replace(SETTINGS, **settings)
-    config = parse_attention(name, key_norm=settings.key_norm).avq
-    layer = StoredAttention(2, 16, config, settings)
+    config, _ = parse_attention(name, key_norm=key_norm)
+    layer = StoredAttention(2, 16, config, diveq=False)
     keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
     layer.start(keys, keys_per_step=2 * 90.0, seed=0)
-    attend = partial(run, layer, spec=config.spec, query_order=torch.arange(90))
+    attend = partial(run, layer, spec=config.spec)
     return attend, layer, query, key, value
 
 
 def test_training_is_inference_with_all_parents_refined():
-    """Catches a centre that the sinks do not share, and sinks that are quantized."""
+    """Catches a centre that the sinks do not share, sinks that are quantized, and gradients that
+    are not straight-through."""
     attend, layer, query, key, value = stored("M8P8C4")
     key, query = key + 3, 2 * query
-    trained = attend(query, key, value)
-    layer.eval()
-    torch.testing.assert_close(attend(query, key, value), trained)
-    layer.train()
+    tokens = [x.requires_grad_() for x in (query, key, value)]
+    grad = torch.randn_like(query)
+    found = []
+    for is_training in (True, False):
+        output = attend(*tokens)
+        found.append((output, *torch.autograd.grad(output, tokens, grad)))
+        layer.train(not is_training)
+    torch.testing.assert_close(*found)
+    query, key, value = (x.detach() for x in tokens)
     seen = []
     layer.quantizer.register_forward_hook(lambda module, keys, leaves: seen.append(keys[0]))
     attend(query, torch.cat([100 * key[:, :, :1], key[:, :, 1:]], dim=2), value)
     assert torch.equal(seen[0], key[:, :, 1:])
+    attend, layer, *tokens = stored("M8P2C4")
+    trained = attend(*tokens)
+    layer.eval()
+    assert not torch.allclose(attend(*tokens), trained, rtol=1e-2)
 
 
 def test_the_key_norm_starts_near_no_change():
@@ -196,26 +113,35 @@ def test_the_key_norm_starts_near_no_change():
     assert changed < 0.5 * plain
 
 
-def test_codebooks_start_from_keys_of_exact_attention():
-    model, images = vit(), torch.randn(2, 3, 64, 64)
-    layers = set_attention(model, parse_attention("M8P8C4"), SETTINGS, images, seed=0)
+def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
+    """Catches an observation of the replaced attention, and weights that stay in the model."""
+    model, images = tiny_vision(), torch.randn(2, 3, 64, 64)
+    before, names = model(images).last_hidden_state, model.state_dict().keys()
+    calls = observe(model, images)
+    layers = set_attention(model, AVQConfig.parse("M8P2C4"), own=False, diveq=False)
     sizes = {"num_images": 2, "images_per_step": 4, "keys_per_layer": 64}
     start_codebooks(layers, keys_of_images(model, images), seed=0, **sizes)
-    calls, _ = observe(model, images)
-    for name, call in calls.items():
+    replaced = model(images).last_hidden_state
+    assert not torch.allclose(replaced, before, atol=1e-3)
+    for name, call in observe(model, images).items():
+        assert torch.equal(call.key, calls[name].key)
         layer = layers[name]
         error = layer.quantizer(call.key.float()).commitment()
         assert error < 0.7 * call.key.var()
         assert float(layer.quantizer.ema_counts[0, :, 0].sum()) == pytest.approx(4 * 64)
+    assert torch.equal(model(images).last_hidden_state, replaced)
+    remove_attention(model)
+    assert torch.equal(model(images).last_hidden_state, before)
+    assert model.state_dict().keys() == names
 
 
 def test_names():
     for name in ("M64P16", "swim", "M8P2C4/mean", "M8P9C4"):
         with pytest.raises(ValueError, match=r"configuration|attention must be|num_refined"):
             parse_attention(name)
-    assert parse_attention("exact") == parse_attention("exact", key_norm=True)
-    assert parse_attention("M8P2C4/own2").avq.num_updates == 2
-    assert not parse_attention("M8P2C4/means").own
-    assert parse_attention("M8P2C4", key_norm=True).avq.key_norm
-    assert not parse_attention("M8P2C4/own", key_norm=True).avq.key_norm
-    assert parse_attention("M8").avq.codewords == "stored"
+    assert parse_attention("exact", key_norm=True) == (None, False)
+    assert parse_attention("M8P2C4/own2")[0].num_updates == 2
+    assert not parse_attention("M8P2C4/means")[1]
+    assert parse_attention("M8P2C4", key_norm=True)[0].key_norm
+    assert not parse_attention("M8P2C4/own", key_norm=True)[0].key_norm
+    assert parse_attention("M8")[0].codewords == "stored"

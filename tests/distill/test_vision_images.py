@@ -16,8 +16,9 @@ from distill.data import DataError
 from distill.vision.config import VisionConfig
 from distill.vision.images import Prepared, label_maps, open_images, random_piece
 
-CONFIG = load_config(CONFIGS / "vision" / "scenes_classification.yaml", VisionConfig, [])
-DATA = replace(CONFIG.data, num_labels=3, image_size=8)
+CONFIG = load_config(CONFIGS / "vision" / "imagenet_m64p16c8.yaml", VisionConfig, [])
+PLAIN = {"resize": "squash", "interpolation": "bilinear", "augment": "flip"}
+DATA = replace(CONFIG.data, num_labels=3, image_size=8, **PLAIN)
 
 
 def save(path: Path, image: Image.Image, **options) -> None:

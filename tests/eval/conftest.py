@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import random_codebooks, three_level_unet
+from tiny import random_codebooks, two_level_unet
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers import select_layers
@@ -51,7 +51,7 @@ def scorer():
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):
     """A folder of M4P2C2 codebooks for levels 0 and 1, with changes of the projections."""
-    unet = three_level_unet()
+    unet = two_level_unet()
     generator = torch.manual_seed(3)
     changes = {
         layer.name: {
@@ -70,7 +70,7 @@ def distilled(tmp_path_factory):
 @pytest.fixture(scope="module")
 def linfusion(tmp_path_factory):
     """A folder of LinFusion layers for level 1."""
-    unet = three_level_unet()
+    unet = two_level_unet()
     layers = {
         layer.name: LinFusionProcessor(layer.attn.query_dim).state_dict() | layer.attn.state_dict()
         for layer in select_layers(unet, (1,))

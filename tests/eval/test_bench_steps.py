@@ -21,8 +21,6 @@ from eval.methods.peer import Peer
 from eval.methods.registry import AVQ
 
 CPU = torch.device("cpu")
-UNET_NAMES = [name for name, model in MODELS.items() if model.is_unet]
-OTHERS = [name for name in MODELS if name not in UNET_NAMES]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def quick(monkeypatch):
     """The back end that generates code is left to the GPU run, the columns to one test; no route
     has to settle on a CPU."""
     monkeypatch.setattr(networks, "SETTLING_CALLS", 1)
-    monkeypatch.setattr(networks, "BISECTIONS", 4)
+    monkeypatch.setattr(networks, "BISECTIONS", 1)
     monkeypatch.setattr(steps, "_BLOCK", 1)
     monkeypatch.setattr(steps, "_LEAST_TURNS", 1)
     for name in ("COMPILE_UNET", "COMPILE_BLOCK"):
@@ -53,7 +51,7 @@ def bench_of():
 
 def size_of(name):
     model = MODELS[name]
-    return model.sizes[0] if model.multiple is None else 128 if model.is_unet else 256
+    return model.sizes[0] if model.multiple is None else 128
 
 
 def row_of(bench, name, method, run="eager"):
@@ -69,7 +67,6 @@ def row_of(bench, name, method, run="eager"):
         ("sd35-large", 8.06, 38, None),
         ("flux", 11.90, 57, None),
         ("wan", 14.29, 80, 40),
-        ("hunyuan15", 8.33, 54, 54),
         ("minimax-h3", 33.12, 50, 50),
     ],
 )
@@ -96,7 +93,7 @@ def test_the_configurations_are_those_of_the_models(name, billions, attentions, 
     assert counts[1] * (num_blocks or model.times) == pytest.approx(attentions, rel=0.005)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [x for x in MODELS if x != "sd35-large"])  # as -medium
 def test_rows_of_a_model(bench_of, name):
     """Catches AVQ that does not run, stays, or runs another configuration than the default; for
     one model of each kind a limit that attends, and a limit in other layers than AVQ's."""
@@ -130,7 +127,7 @@ def test_rows_of_a_model(bench_of, name):
 def test_layers_have_the_columns_of_trained_models(bench_of, name, monkeypatch):
     """Catches the columns of random weights at the default threshold."""
     monkeypatch.setattr(networks, "BISECTIONS", 10)
-    inputs = bench_of(name).inputs(512 if name == "flux" else 256)
+    inputs = bench_of(name).inputs(512 if name == "flux" else 192)
     with torch.no_grad():
         _, facts = bench_of(name).of_columns(inputs)
     expected = MODELS[name].columns
@@ -143,7 +140,7 @@ def test_rows_of_other_methods(bench_of):
     """Fails for a method that leaves the UNet changed, or does nothing."""
     pytest.importorskip("tomesd")
     before = bench_of("sd15").network.attn_processors
-    methods = "M64P16C8/own", "M64C8T1e-1", "linfusion", "tome", "tome@L01"
+    methods = "M64P16C8/own", "linfusion", "tome", "tome@L01"
     rows = {method: row_of(bench_of, "sd15", method) for method in methods}
     assert all(row["ms"] > 0 for row in rows.values())
     changes = [row["difference"] for row in rows.values()]
@@ -151,12 +148,6 @@ def test_rows_of_other_methods(bench_of):
     assert len(set(changes)) == len(rows)
     after = bench_of("sd15").network.attn_processors
     assert all(after[name] is processor for name, processor in before.items())
-
-
-def test_a_model_with_a_mask_is_timed_in_eager_steps(bench_of):
-    """Catches exact attention that is timed as AVQ, since compiled code cannot read the mask."""
-    row = row_of(bench_of, "hunyuan15", AVQ, "compiled")
-    assert (row["ms"], row["note"]) == (None, "AVQ reads a mask on the host, in eager steps only")
 
 
 @pytest.mark.parametrize("name", [pytest.param("sd15", marks=pytest.mark.long), "sd35-medium"])
@@ -237,9 +228,9 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, bench_of):
     bench = bench_of("wan")
     inputs = bench.inputs(480)
     expected = bench.predict(*inputs)
-    with bench.method("pisa0@.15", inputs):
+    with bench.method("pisa@.15", inputs):
         torch.testing.assert_close(bench.predict(*inputs), expected)
-    assert calls == [("pisa0", 0.15)] * len(select_layers(bench.network))
+    assert calls == [("pisa", 0.15)] * len(select_layers(bench.network))
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

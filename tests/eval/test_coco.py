@@ -19,7 +19,7 @@ from accelerate.state import PartialState
 from eval_helpers import noise, protocol_config
 from PIL import Image
 from processes import Command, start_ranks
-from tiny import random_codebooks, three_level_pipe, three_level_unet
+from tiny import random_codebooks, two_level_pipe, two_level_unet
 
 from avq_diffusers.files import locked
 from avq_diffusers.images import read_rgb
@@ -101,8 +101,8 @@ NUM_REAL = 8
 def place(tmp_path_factory):
     """A folder with a tiny model, codebooks for it, and scenes written as COCO."""
     place = tmp_path_factory.mktemp("coco")
-    three_level_pipe().save_pretrained(place / "model")
-    random_codebooks(three_level_unet()).save_pretrained(place / "codebooks")
+    two_level_pipe().save_pretrained(place / "model")
+    random_codebooks(two_level_unet()).save_pretrained(place / "codebooks")
     assert run("write", place / "scenes", "--images", NUM_REAL, "--size", 64) == (0, "", "")
     return place
 
@@ -188,7 +188,7 @@ def test_a_killed_row_goes_on(place, exact):
 
 def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     pipe.set_progress_bar_config(disable=True)
     texts = captions.Captions(tuple("abcde"), "test")
     settings = Sampling(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
@@ -241,7 +241,7 @@ def test_a_folder_of_other_things_is_refused(place, tmp_path):
 
 def test_images_that_hold_nan_are_refused():
     """Catches black images, which NaN becomes as bytes, in a score."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"returned NaN for at least one of the seeds \[4\]"):
@@ -261,7 +261,7 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
 
     def prepared(folder):
         paths = sorted(folder.glob("*.png"))
-        found = [coco_score.prepare_whole(Image.open(path), 0) for path in paths]
+        found = [coco_score.prepare(Image.open(path)) for path in paths]
         return [torch.stack([one[key] for one in found]) for key in ("pixels", "bytes")]
 
     pixels, small = prepared(exact / "images")
@@ -295,7 +295,6 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
         ("a", b"", {"real": "nothing"}, "no images in nothing; unpack there .*val2014.zip, whose"),
         ("a", b"", {"real": "single"}, "at least 2 real images are needed, but .*single has 1"),
         ("a", b"", {"images": 4}, "must be between 2 and the 3 of .*row, but got 4"),
-        ("a", b"", {"patches": "single"}, "patches need images of at least 299, but .* are 64"),
         ("a", b"", {"scorer": "nothing"}, "there is no scorer in nothing; mini-sd's is "),
     ],
 )
@@ -466,7 +465,7 @@ def test_images_are_read_as_clean_fid_reads_them(tmp_path, name):
     }
     image, options = images[name]
     image.save(tmp_path / name, **options)
-    seen = coco_score._read(tmp_path / name, 0, lambda image, _: np.asarray(image))
+    seen = coco_score._read(tmp_path / name, np.asarray)
     # clean-fid: `np.array(Image.open(path).convert("RGB"))`
     with Image.open(tmp_path / name) as opened:
         assert np.array_equal(seen, np.asarray(opened.convert("RGB")))
@@ -506,9 +505,9 @@ def test_inception_is_the_port_past_its_resizing(monkeypatch):
     torch.testing.assert_close(past(images.float()), expected, rtol=1e-3, atol=0)
 
 
-def test_features_of_other_networks_and_preparations_are_not_these(scorer_folder, tmp_path):
-    """Catches features of real images by a scorer that was trained again in its place, and those
-    of another preparation, that the cache takes for these."""
+def test_features_of_other_networks_are_not_these(scorer_folder, tmp_path):
+    """Catches features of real images by a scorer that was trained again in its place, that the
+    cache takes for these."""
     device, cache, real = torch.device("cpu"), tmp_path / "cache", tmp_path / "real"
     real.mkdir()
     for index in range(2):
@@ -520,53 +519,13 @@ def test_features_of_other_networks_and_preparations_are_not_these(scorer_folder
     assert networks[0].name == networks[1].name
     config.write_text(config.read_text() + "\n")
     networks[1] = load(tmp_path / "scorer")
-    whole, files = coco_score.prepare_whole, coco_score.real_images(real)
+    files = coco_score.real_images(real)
 
-    def features(network, prepare, kind):
-        return coco_score.real_features(real, files, network, prepare, kind, cache)
+    def features(network):
+        return coco_score.real_features(real, files, network, cache)
 
-    def upside_down(image, number):
-        return whole(image.rotate(180), number)
-
-    first = features(networks[0], whole, "whole")
-    assert not torch.equal(features(networks[0], upside_down, "upside down"), first)
+    first = features(networks[0])
     mean = replace(networks[1], features=lambda x: x.mean((2, 3)))
-    assert features(mean, whole, "whole").shape == (2, 3)
-    assert torch.equal(features(networks[0], whole, "whole"), first)
-    assert len(list(cache.iterdir())) == 3
-
-
-def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
-    """Images that differ in pixel noise only, which shrinking averages away. Catches the cache of
-    one size in a table of another, and a row that is its own reference."""
-    generator = np.random.default_rng(0)
-    smooth = [
-        Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((640, 640))
-        for _ in range(4)
-    ]
-    rough = [
-        Image.fromarray(
-            (np.asarray(image) + generator.integers(-40, 40, (640, 640, 3))).astype(np.uint8)
-        )
-        for image in smooth
-    ]
-    write_row(tmp_path / "smooth", smooth, 640)
-    write_row(tmp_path / "rough", rough, 640)
-    write_row(tmp_path / "small", [image.resize((320, 320)) for image in rough], 320)
-    reference = tmp_path / "smooth/images"
-    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
-    assert code == 0
-    assert "| CLIP score | patch FID |" in table
-    own, other = rows_of(tmp_path)
-    assert own["fid"] == pytest.approx(0, abs=1e-3)
-    assert own["patch_fid"] is None
-    assert table.splitlines()[2].endswith(" | - |")
-    assert other["patch_fid"] > 5 * other["fid"] > 0
-    found = []
-    for cache in ("cache", "fresh"):
-        score(tmp_path, "small", real=reference, patches=reference, cache=tmp_path / cache)
-        found += rows_of(tmp_path)
-    assert found[0] == found[1]
-    code, _, errors = score(tmp_path, "smooth", real=reference, patches=tmp_path / "small/images")
-    assert code == 2
-    assert "0.png cannot be used: patches need images of at least 640, but it has" in errors
+    assert features(mean).shape == (2, 3)
+    assert torch.equal(features(networks[0]), first)
+    assert len(list(cache.iterdir())) == 2

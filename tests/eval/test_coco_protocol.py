@@ -118,18 +118,18 @@ def test_the_jackknife_leaves_each_block_out(monkeypatch):
 def test_the_middle_square_is_that_of_torchvision():
     """round((length - side) / 2): 1.5 to 2, 0.5 to 0; no resize where none is needed."""
     values, image = noise(256, 259)
-    prepared = coco_score.prepare_whole(image, 0)
+    prepared = coco_score.prepare(image)
     assert prepared["bytes"].dtype == torch.uint8
     assert np.array_equal(prepared["bytes"].permute(1, 2, 0), values[:, 2:258])
     values, image = noise(257, 256)
-    prepared = coco_score.prepare_whole(image, 0)
+    prepared = coco_score.prepare(image)
     assert np.array_equal(prepared["bytes"].permute(1, 2, 0), values[:256])
 
 
 def test_pixels_are_enlarged_in_floats_from_bytes_at_256():
     """clean-fid's mode "clean"; catches bytes at 299, no clip, and a resize in one step."""
     _, image = noise(400, 300)
-    prepared = coco_score.prepare_whole(image, 0)
+    prepared = coco_score.prepare(image)
     small = image.crop((0, 50, 300, 350)).resize((256, 256), Image.Resampling.LANCZOS)
     assert np.array_equal(prepared["bytes"].permute(1, 2, 0), np.asarray(small))
     for channel, pixels in zip(small.split(), prepared["pixels"], strict=True):
@@ -138,22 +138,6 @@ def test_pixels_are_enlarged_in_floats_from_bytes_at_256():
         assert np.asarray(enlarged).max() > 255
         np.testing.assert_array_equal(pixels, np.asarray(enlarged).clip(0, 255))
     assert (prepared["pixels"] % 1 != 0).any()
-
-
-def test_patches_are_cut_and_not_resized():
-    values, image = noise(500, 512)
-    patches = [
-        coco_score.prepare_patch(image, n, size=500)["pixels"].permute(1, 2, 0).numpy()
-        for n in (0, 1, 0)
-    ]
-    corners = np.lib.stride_tricks.sliding_window_view(values[:, 6:506], (3, 3, 3))[:, :, 0]
-    places = [np.argwhere((corners == one[:3, :3]).all((2, 3, 4))) for one in patches]
-    for patch, ((top, left),) in zip(patches, places, strict=True):
-        assert np.array_equal(patch, values[top : top + 299, 6 + left : 6 + left + 299])
-    assert np.array_equal(places[0], places[2])
-    assert not np.array_equal(places[0], places[1])
-    with pytest.raises(ValueError, match="patches need images of at least 512, but it has"):
-        coco_score.prepare_patch(image, 0, size=512)
 
 
 def test_the_command_follows_the_protocol_by_itself():

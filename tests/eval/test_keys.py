@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from eval_helpers import FAST, run_command
 from safetensors.torch import load_file
-from tiny import three_level_pipe, tiny_pipe
+from tiny import tiny_pipe, two_level_pipe
 from tiny_transformers import save_tiny_mini_sd3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Dinov2Config, Dinov2Model
@@ -28,7 +28,6 @@ from eval.keys.measuring import dial_panels, measure
 from eval.keys.subjects import Subject, subject_of, vision_pass
 from eval.methods import peer
 from eval.methods.peer import Peer
-from eval.methods.pooled import pooled_attention, pooled_columns
 from eval.methods.registry import parse_method
 
 SIDE = 4  # of the grid of patches
@@ -59,72 +58,20 @@ def subject():
     return Subject(model, SIDE * 14, [test], partial(calibrate, model, images))
 
 
-def problem(num_tokens):
-    generator = torch.Generator().manual_seed(2)
-    return (
-        2 * torch.randn(3, 2, 2, num_tokens, 8, generator=generator, dtype=torch.float64)
-    ).unbind()
-
-
-def dense_pooled(query, key, value, *, num_exact, block, query_tile, query_order):
-    """The definition, for one head: every tile has columns of its own."""
-    scale, output = query.shape[-1] ** -0.5, torch.empty_like(query)
-    blocks = query_order.split(block)
-    mean_key, mean_value = (torch.stack([x[b].mean(0) for b in blocks]) for x in (key, value))
-    log_count = torch.tensor([float(len(b)) for b in blocks], dtype=query.dtype).log()
-    for tile in query_order.split(query_tile):
-        mass = (scale * query[tile] @ mean_key.T + log_count).softmax(-1).sum(0)
-        best = mass.topk(num_exact).indices.tolist()
-        rest = [j for j in range(len(blocks)) if j not in best]
-        near = torch.cat([blocks[j] for j in best]) if best else query_order[:0]
-        keys, values = (
-            torch.cat([key[near], mean_key[rest]]),
-            torch.cat([value[near], mean_value[rest]]),
-        )
-        bias = torch.cat([log_count.new_zeros(len(near)), log_count[rest]])
-        output[tile] = (scale * query[tile] @ keys.T + bias).softmax(-1) @ values
-    return output
-
-
-@pytest.mark.parametrize("num_exact", [0, 2])
-def test_pooled_blocks_match_their_definition(num_exact):
-    """Catches a lost count, a block chosen for another tile or head, and padding that counts."""
-    query, key, value = problem(37)  # neither whole blocks nor whole tiles
-    sizes = {"num_exact": num_exact, "block": 5, "query_tile": 8}
-    order = torch.randperm(37, generator=torch.Generator().manual_seed(3))
-    output = pooled_attention(query, key, value, **sizes, query_order=order)
-    for head in [(b, h) for b in range(2) for h in range(2)]:
-        expected = dense_pooled(query[head], key[head], value[head], **sizes, query_order=order)
-        torch.testing.assert_close(output[head], expected)
-
-
-@pytest.mark.parametrize("options", [{"num_exact": 9, "block": 5}, {"num_exact": 0, "block": 1}])
-def test_pooled_blocks_become_exact(options):
-    tensors = problem(37)
-    exact = F.scaled_dot_product_attention(*tensors, scale=0.3)
-    output = pooled_attention(*tensors, **options, query_tile=8, scale=0.3)
-    torch.testing.assert_close(output, exact)
-    assert pooled_columns(37, **options) == 37
-    half = pooled_attention(*(x.bfloat16() for x in tensors), **options, query_tile=8, scale=0.3)
-    assert half.dtype == torch.bfloat16
-
-
 def test_errors_on_a_tiny_vit():
     """A codeword for every key is exact, own or stored, and so is every key itself. Catches
     codebooks of other layers and an order of other tokens."""
-    fine = ["M16/own", "M8C2T0", "M48", "M48/means", "pooled@64"]
-    others = ["M8", "pooled@0", "value-projection"]
+    fine = ["M16/own", "M8C2T0", "M48", "M48/means"]
     one = subject()
-    rows = measure(one, ["exact", *fine, *others], min_tokens=9)
-    exact, *fine, coarse, pooled, control = rows
+    rows = measure(one, ["exact", *fine, "M8", "value-projection"], min_tokens=9)
+    exact, *fine, coarse, control = rows
     assert exact["error"] == exact["features_off"] == 0
     for row in fine:
         assert row["worst"] < 1e-5
         assert row["features_off"] < 1e-5
-    for row in (coarse, pooled):
-        assert 0.01 < row["error"] < control["error"]
-        assert row["features_off"] > 0.01
-    assert [row["columns"] for row in rows if row is not coarse] == [16, 16, 16, 16, 16, 16, 1, 0]
+    assert 0.01 < coarse["error"] < control["error"]
+    assert coarse["features_off"] > 0.01
+    assert [row["columns"] for row in rows if row is not coarse] == [16, 16, 16, 16, 16, 0]
     assert 4 < coarse["columns"] < 8  # some codewords have no key
     assert {row["tokens"] for row in rows} == {16}
 
@@ -194,12 +141,9 @@ def test_a_text_is_beside_the_image(tmp_path):
     assert not subjects.takes_stored(pipe)
     one = subject_of(pipe, 128, 1, ["a red fox"])
     one = replace(one, tests=one.tests[:1])
-    own, pooled, coarse, control = measure(
-        one, ["M256/own", "pooled@1024", "M8/own", "value-projection"], min_tokens=256
-    )
+    own, coarse, control = measure(one, ["M256/own", "M8/own", "value-projection"], min_tokens=256)
     assert own["tokens"] == 256
-    for row in (own, pooled):
-        assert max(row["worst"], row["features_off"]) < 1e-5
+    assert max(own["worst"], own["features_off"]) < 1e-5
     assert 1e-3 < coarse["error"] < control["error"]
 
     def without_text(layer, call):
@@ -240,9 +184,8 @@ def test_frames_attend_to_each_other():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pooled@100", "whole blocks of 64 keys"),
         ("pisa@0", "a density of pisa is above 0 and at most 1"),
-        ("pisa0@15", "a density of pisa is above 0 and at most 1"),
+        ("pisa@15", "a density of pisa is above 0 and at most 1"),
         ("sol@", "methods must be exact"),
         ("M64@L0", "methods here are exact"),
         ("tome", "methods here are exact"),
@@ -275,7 +218,7 @@ def test_a_peer_is_refused(source, device, dtype, error, message, monkeypatch):
         parse_method(f"{source}@1", ()).check(weight)
 
 
-@pytest.mark.parametrize("name", ["pisa@1", "pisa0@1", "sol@1.5"])
+@pytest.mark.parametrize("name", ["pisa@1", "sol@1.5"])
 def test_a_peer_sees_all_tokens_in_order(name, monkeypatch):
     """A module of exact attention in the place of a peer's: catches another order or layout, a
     lost scale, and CLS that is left out. Settings are tuned apart."""
@@ -293,7 +236,7 @@ def test_a_peer_sees_all_tokens_in_order(name, monkeypatch):
         output = F.scaled_dot_product_attention(*tensors, scale=scale)
         return output.transpose(1, 2) if "tau" in setting else output
 
-    module.sol_attn = module.piecewise_sparse_attention = module.piecewise_attention = attend
+    module.sol_attn = module.piecewise_sparse_attention = attend
     monkeypatch.setattr(peer, "load_peer", lambda cls: module)
     monkeypatch.setattr(Peer, "check", lambda *arguments: None)
     (row,) = measure(subject(), [name], min_tokens=9)
@@ -319,7 +262,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     tiny_vit().save_pretrained(tmp_path / "model")
     noise = np.random.default_rng(4).integers(0, 256, (60, 80, 3), np.uint8)
     monkeypatch.setattr(photographs, "_read", lambda name: np.roll(noise, len(name)))
-    arguments = ["--images", 1, "--sizes", 448, "--methods", "exact,M8,M8/own,pooled@64"]
+    arguments = ["--images", 1, "--sizes", 448, "--methods", "exact,M8,M8/own"]
     arguments += ["--model", tmp_path / "model", "--output", tmp_path, "--dtype", "bfloat16"]
     run_command(monkeypatch, "keys", *arguments)
     path = tmp_path / "keys_model_cpu_bfloat16.json"
@@ -327,7 +270,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     exact, *rows = document["rows"]
     assert document["dtype"] == "torch.bfloat16"
     assert 2**-11 < exact["error"] < 2**-6
-    assert [row["columns"] for row in rows] == [pytest.approx(8, abs=1), 8, 15 + 64]
+    assert [row["columns"] for row in rows] == [pytest.approx(8, abs=1), 8]
     assert all(row["tokens"] == 1024 and 0 < row["error"] < 1 for row in rows)
     assert not list(tmp_path.glob("*.png"))  # its plot is of times, on a GPU
     arguments[3], arguments[5] = 322, "exact,M8/own"
@@ -388,7 +331,7 @@ def test_a_pan_goes_from_corner_to_corner(monkeypatch):
 
 def test_a_pipeline_has_no_frames():
     with pytest.raises(ValueError, match="--frames is for vision models, but got 2 for a pipeline"):
-        subject_of(three_level_pipe(), 64, 1, ["a red fox"], 2)
+        subject_of(two_level_pipe(), 64, 1, ["a red fox"], 2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eval_helpers import prepare, watched
-from tiny import draw, random_codebooks, three_level_pipe, three_level_unet
+from tiny import draw, random_codebooks, two_level_pipe, two_level_unet
 from tiny_transformers import predict, sd3_pipe
 
 from avq_diffusers import (
@@ -35,7 +35,7 @@ from eval.methods.registry import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME
 )
 def test_attention_method_puts_everything_back(name, fails, distilled, linfusion):
     """Fails for processors of another class or order, hooks that stay, or a missing finally."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     exact = draw(pipe)
     before = pipe.unet.attn_processors
     folders = {"DISTILLED": str(distilled), "LINFUSION": str(linfusion)}
@@ -67,7 +67,7 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
 )
 def test_own_codewords_are_those_of_apply_avq(name, config):
     """Fails for codebooks, another configuration, a suffix that is lost, or a faster route."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     (method,) = prepare(pipe, name)
     assert (method.own, method.codebooks) == (config, None)
     with attention_method(pipe, method):
@@ -77,7 +77,7 @@ def test_own_codewords_are_those_of_apply_avq(name, config):
 
 def test_methods_change_their_levels_only(distilled):
     """Also fails where a GPU would run exact attention because it is faster there."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     without, calibrated, loaded = prepare(pipe, NO_ATTENTION, "M4P2C2", str(distilled), levels=(1,))
     for method, levels in ((without, {1}), (calibrated, {1}), (loaded, {0, 1})):
         with attention_method(pipe, method):
@@ -93,7 +93,7 @@ def cells_of(method):
 
 def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
     """Fails where changes of projections are lost, or @P changes nothing or the codebooks."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     methods = prepare(pipe, str(distilled), f"{distilled}@P4", f"{distilled}@P0")
     for method, num_refined in zip(methods, (2, 4, 0), strict=True):
         with attention_method(pipe, method):
@@ -116,7 +116,7 @@ def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
 
     def digests():
         names = [*map(str, folders), f"{folders[0]}@P0", "M4P2C2", EXACT]
-        return [method.sha256 for method in load_methods(three_level_pipe(), names, levels=(0,))]
+        return [method.sha256 for method in load_methods(two_level_pipe(), names, levels=(0,))]
 
     before = digests()
     assert before == digests()
@@ -130,7 +130,7 @@ def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
 
 def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
     """Fails for layers of another level, or switches that leave or lose something, in any order."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     expected = draw(load_linfusion(pipe, linfusion))
     remove_linfusion(pipe)
     exact = draw(pipe)
@@ -147,7 +147,7 @@ def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
 
 
 def test_what_rows_say_of_their_methods(linfusion):
-    methods = prepare(three_level_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
+    methods = prepare(two_level_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
     cells = [" | ".join(cells_of(method)) for method in methods]
     expected = ["exact | -", "value-projection | -", "M6 | 6", "M4P2C2@P3 (M4P3C2) | 10"]
     assert cells == [*expected, f"{linfusion} (LinFusion) | -"]
@@ -155,15 +155,15 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert [method.origin for method in methods] == origins
     assert methods[-1].facts()["effective_codewords"] is None
     assert methods[-1].facts()["levels"] == [1]
-    method, own = prepare(three_level_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own1")
+    method, own = prepare(two_level_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own1")
     assert method.facts()["config"] == "M4P1C2, up_blocks exact"
     assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
     mixed = AVQConfig.parse("M4P2C2", levels=(0, 1), overrides={"1": {"num_parents": 8}})
-    facts = Method("x", (0, 1), random_codebooks(three_level_unet(), mixed)).facts()
+    facts = Method("x", (0, 1), random_codebooks(two_level_unet(), mixed)).facts()
     # Three layers of 4 + 2 x 2 codewords, and one of 8 + 2 x 2.
     assert (facts["effective_codewords"], facts["config"]) == (9, "M4P2C2, M8P2C2")
     unusual = {"query_tile": 16, "query_order": "random", "key_norm": True}
-    codebooks = random_codebooks(three_level_unet(), AVQConfig.parse("M4P2C2", **unusual))
+    codebooks = random_codebooks(two_level_unet(), AVQConfig.parse("M4P2C2", **unusual))
     assert Method("x", (0,), codebooks).unusual_fields == unusual
     assert own.facts() == {
         "method": own.name,
@@ -178,7 +178,7 @@ def test_what_rows_say_of_their_methods(linfusion):
 @pytest.mark.parametrize(("name", "tool"), [(EXACT, "AVQ"), (NO_ATTENTION, "LinFusion")])
 def test_a_changed_pipeline_is_refused(name, tool, linfusion):
     """Fails for a method that takes the change away, or measures it as something else."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     method = Method(name, (0,))
     if tool == "AVQ":
         apply_avq(pipe, random_codebooks(pipe.unet))
@@ -195,7 +195,7 @@ def test_a_changed_pipeline_is_refused(name, tool, linfusion):
 
 def test_value_projection_is_its_formula():
     """to_out(to_v(x)), whatever other tokens hold; attention to all would change token 0."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     inputs = torch.randn(2, 4, 16, 16, generator=torch.manual_seed(0)), 5, torch.randn(2, 7, 32)
     (method,) = prepare(pipe, NO_ATTENTION, levels=(0, 1))
     with attention_method(pipe, method):
@@ -219,7 +219,7 @@ def test_value_projection_is_its_formula():
         ("LINFUSION@P2", (0,), "LinFusion layers refine no parents, but got .*@P2'"),
         ("LINFUSION/none", (0,), "methods: there is no folder .*none"),
         ("BROKEN", (0,), "is not a complete safetensors file"),
-        ("pooled@64", (0,), "methods for images by a UNet are exact, .*, but got 'pooled@64'"),
+        ("pisa@.5", (0,), "methods for images by a UNet are exact, .*, but got 'pisa@.5'"),
         ("linfusion", (0,), "but got 'linfusion'"),
         (TOME, (1,), r"from level 0 on, leaving none out, but got levels \(1,"),
         (EXACT, (7,), "no self-attention at level 7"),
@@ -230,9 +230,9 @@ def test_mistakes_are_found_before_the_first_image(
     name, levels, message, distilled, linfusion, tmp_path
 ):
     """A misspelt second method must not cost the images of the first one."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     before = pipe.unet.attn_processors
-    random_codebooks(three_level_unet(attention_head_dim=4)).save_pretrained(tmp_path / "other")
+    random_codebooks(two_level_unet(attention_head_dim=4)).save_pretrained(tmp_path / "other")
     (tmp_path / "empty").mkdir()
     shutil.copytree(linfusion, tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
@@ -249,7 +249,7 @@ def test_mistakes_are_found_before_the_first_image(
 def test_folders_may_have_any_name(distilled, tmp_path, monkeypatch):
     """Catches a number of refined parents that is read off a path, and a configuration that is
     calibrated although a folder of its name was meant."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     for name in ("a@P2", "M4P2C2", "M4P2C2-seed1"):
         shutil.copytree(distilled, tmp_path / name)
     (method,) = prepare(pipe, f"{tmp_path}/a@P2")

@@ -83,6 +83,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             git(folder, *arguments)
 
     def commit():
+        environment._commit.cache_clear()
         return environment.environment("cpu")["commit"]
 
     assert commit() == "unknown"
@@ -104,6 +105,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     assert commit() == f"{head}+changes"
     monkeypatch.setenv("GIT_COMMIT", "a copy's")
     assert commit() == "a copy's"
+    environment._commit.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         ("ablate --variants bse", "--variants must be some of base, learning rate"),
+        ("bench kernels --parts table,all", "some of table, sd15, joint, scaling, but got 'all'."),
         ("bench attention --device abacus", "--device abacus cannot be used"),
         ("scenes --size 500", "eval: --size must be a multiple of 64, but got 500."),
         ("keys", "eval: there is no runs/vit; --download fetches it."),
@@ -129,11 +132,8 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "none/here cannot be loaded as a diffusers pipeline or a transformers",
         ),
         ("vision features", "eval: there is no runs/vit; --download fetches it."),
-        ("vision features --methods pooled@64", "methods here are exact, value-projection and"),
+        ("vision features --methods pisa@.5", "methods here are exact, value-projection and"),
         ("vision features --sizes 14", "eval: --sizes must be at least 64, but got 14."),
-        ("vision data detection", "segmentation, classification, but got 'detection'"),
-        ("vision data segmentation --size 65", "size must be a multiple of 64, but got 65"),
-        ("vision table none", "eval: there is no file none."),
     ],
 )
 def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from eval_helpers import SETTINGS_2X, failed_command, run_command, scenes_run, score
-from tiny import random_codebooks, small_unet, three_level_pipe, tiny_pipe
+from tiny import random_codebooks, small_unet, tiny_pipe, two_level_pipe
 
 from avq_diffusers.extras.scalecrafter.settings import SD15_1024
 from distill.scenes import TEST_SEEDS, render, sample_scene
@@ -19,7 +19,7 @@ from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.store import report
 
 
-def test_rows_at_another_size(scorer, monkeypatch):
+def test_rows_at_another_size(scorer, tiny_scorer, monkeypatch):
     """Fails for real images of the usual size, boxes that do not scale, other seeds than those
     from the first on, PSNR to the row before, or `exact` in the place where it was named."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
@@ -36,7 +36,7 @@ def test_rows_at_another_size(scorer, monkeypatch):
     monkeypatch.setattr(scenes, "generate", paint)
     settings = Sampling(size=320)
     methods = [NO_ATTENTION, EXACT, TOME]
-    rows = score(three_level_pipe(), methods, shown, scorer, settings, first_seed=7)
+    rows = score(two_level_pipe(), methods, shown, scorer, settings, first_seed=7)
     real, broken, exact, *others = rows
     assert drawn == [row["method"] for row in rows[2:]] == [EXACT, NO_ATTENTION, TOME]
     assert [real["fid"], exact["fid"]] == pytest.approx([0, 0], abs=1e-2)
@@ -56,7 +56,7 @@ def test_rows_at_another_size(scorer, monkeypatch):
     table = scene_rows.scenes_table(rows).splitlines()
     assert len(table) == 2 + len(rows)
     assert f"| {broken['fid']:.3f} ± {broken['fid_sem']:.3f} |" in table[3]
-    rows = score(three_level_pipe(), [TOME], shown, scorer, settings, first_seed=7)
+    rows = score(two_level_pipe(), [TOME], shown, tiny_scorer, settings, first_seed=7)
     assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
 
@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on(tiny_scorer, monkeypatch):
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
     settings = Sampling(num_inference_steps=1, size=128)
     methods = [NO_ATTENTION, EXACT, TOME]
-    again = partial(score, three_level_pipe(), methods, shown, tiny_scorer, settings)
+    again = partial(score, two_level_pipe(), methods, shown, tiny_scorer, settings)
     rows = again()
     drawn, fatal = [], [TOME]
 
@@ -138,7 +138,7 @@ def test_a_folder_trained_again_is_drawn_again(tiny_scorer, tmp_path, monkeypatc
     """Fails where a row is kept by the name of its folder."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     settings = Sampling(num_inference_steps=1, size=128)
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     random_codebooks(pipe.unet).save_pretrained(tmp_path)
     again = partial(score, pipe, [str(tmp_path)], shown, tiny_scorer, settings)
     rows = {row["method"]: row for row in again()}
@@ -171,7 +171,7 @@ def test_only_the_same_run_goes_on(changed, named):
     ],
 )
 def test_sizes_are_refused_before_the_work(options, message):
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
     with pytest.raises(ValueError, match=message):
         score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
@@ -179,7 +179,7 @@ def test_sizes_are_refused_before_the_work(options, message):
 
 def test_dilation_is_applied_and_told():
     """Fails where a row that is not dilated is, or facts are not those that JSON gives back."""
-    pipe = three_level_pipe()
+    pipe = two_level_pipe()
     plain, dilated = (Sampling(size=256, is_dilated=is_dilated) for is_dilated in (False, True))
     with dilation(pipe, dilated):
         assert pipe.unet._scalecrafter.config is SD15_1024

@@ -178,8 +178,7 @@ def test_from_a_model_to_the_table(model, tmp_path, monkeypatch, capsys):
     tiny |= dict.fromkeys(("data.path", "data.split", "data.image_column"), "null")
     tiny |= {"data.caption_column": "null", "data.preprocessing": "crop"}
     tiny |= {"avq.num_parents": 8, "codebooks": "null", "avq.codewords": "means"}
-    tiny |= {"objective.commitment_weight": 0, "objective.full_spawning": "false"}
-    tiny |= {"objective.project_children": "false"}
+    tiny |= {"objective.commitment_weight": 0}
     tiny = {key: x for key, x in tiny.items() if not key.startswith("codebooks.")}
     settings = [part for key, x in tiny.items() for part in ("--set", f"{key}={x}")]
     arguments = ["sd15", tmp_path / "out", "--rows", "exact,own_m64p16c8,linfusion"]

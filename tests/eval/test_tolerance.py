@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from eval_helpers import run_command
-from tiny import three_level_pipe
+from tiny import two_level_pipe
 from tiny_vision import WIDE
 from transformers import ViTConfig, ViTModel
 
@@ -41,7 +41,7 @@ def rows_of(path):
 
 def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
     """Catches images of another plan than the one whose time and error are told."""
-    three_level_pipe().save_pretrained(tmp_path / "model")
+    two_level_pipe().save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1,2"]
     arguments += [
         "--tolerances",
@@ -72,7 +72,7 @@ def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
 
 def test_errors_of_batches_are_those_of_each_prompt_alone():
     """Catches errors of another prompt, of one half of the guidance alone, or of all parts."""
-    pipe, config = three_level_pipe(), AVQConfig.parse(COARSE, levels=(0,))
+    pipe, config = two_level_pipe(), AVQConfig.parse(COARSE, levels=(0,))
     prompts = ["a cat", "a dog", "a house"]
     arguments = {"num_inference_steps": 2, "height": 64, "width": 64}
     choice = Choice(config.spec, 0.0, 0.0)

@@ -1,25 +1,19 @@
-"""`python -m eval vision`: data sets, features of whole models, rows of trained ones."""
+"""`python -m eval vision features`: a whole vision transformer by each method."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from eval_helpers import failed_command, run_command
-from PIL import Image
+from eval_helpers import run_command
 from safetensors.torch import save_file
 from tiny_vision import choosing
 from transformers import Dinov2Config, Dinov2Model
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
-from distill.scenes import sample_scene
-from distill.scenes.shapes import SHAPES
 from eval.keys import photographs
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
-from eval.vision import data_sets
-from eval.vision.data_sets import LABELS, compose_over_photograph, majority_shape, write_data_set
 from eval.vision.features import features_panels, measure_features
-from eval.vision.fine_tuned import differences, fine_tuned_table, read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -29,68 +23,8 @@ def noise_for_photographs(monkeypatch):
     def noise(name):
         return np.random.default_rng([*name.encode()]).integers(0, 256, (60, 80, 3), np.uint8)
 
-    monkeypatch.setattr(data_sets, "_pixels", lambda name: Image.fromarray(noise(name)))
     monkeypatch.setattr(photographs, "_read", noise)
 
-
-# Data sets in the layouts of ADE20K and ImageNet
-
-
-def files(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
-
-
-@pytest.mark.parametrize("task", data_sets.TASKS)
-def test_sets_are_repeatable_and_splits_differ(tmp_path, task):
-    sizes = {"training": 3, "validation": 2, "size": 64, "workers": 1}
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_data_set(task, tmp_path / name, seed=seed, **sizes)
-    first = files(tmp_path / "a")
-    assert first == files(tmp_path / "b")
-    assert first.keys().isdisjoint(files(tmp_path / "c"))
-    names = [path.name for path in first if path.suffix == ".jpg"]
-    assert len(set(names)) == 5
-    splits = {path.parts[1 if task == "segmentation" else 0] for path in first}
-    assert splits == ({"training", "validation"} if task == "segmentation" else {"train", "val"})
-
-
-def test_labels_are_where_the_objects_are():
-    """Catches labels of other boxes, shapes or sides."""
-    scene = sample_scene(5)
-    image, labels = compose_over_photograph([scene], 256, 5, ("a", "bb"))
-    other, _ = compose_over_photograph([scene], 256, 6, ("a", "bb"))
-    assert image.shape == (256, 256, 3)
-    assert (image != other).any()
-    shapes = {1 + SHAPES.index(group.shape) for group in scene.groups}
-    assert set(np.unique(labels)) == {0, len(LABELS)} | shapes
-    for group, boxes in zip(scene.groups, scene.boxes, strict=True):
-        for left, top, side in boxes:
-            inside = labels[top : top + side, left : left + side]
-            assert (inside == 1 + SHAPES.index(group.shape)).mean() > 0.2
-            labels[top : top + side, left : left + side] = len(LABELS)
-    assert (labels == len(LABELS)).all()
-
-
-def test_the_class_is_the_shape_of_most_objects(tmp_path):
-    scenes = [sample_scene(seed) for seed in range(200)]
-    counts = [[group.count for group in scene.groups] for scene in scenes]
-    assert {len(set(x)) for x in counts if len(x) == 2} == {1, 2}
-    for scene, count in zip(scenes, counts, strict=True):
-        if len(count) == 2 and count[0] == count[1]:
-            assert majority_shape(scene) is None
-        else:
-            assert majority_shape(scene) == scene.groups[int(np.argmax(count))].shape
-
-
-def test_the_command_does_not_overwrite(tmp_path, monkeypatch, capsys):
-    options = ["--training", "2", "--validation", "1", "--output", tmp_path / "set"]
-    command = ["vision", "data", "segmentation", *options, "--size", "64"]
-    run_command(monkeypatch, *command)
-    assert len(files(tmp_path / "set")) == 6
-    assert "File exists" in failed_command(monkeypatch, capsys, *command)[1]
-
-
-# A whole vision transformer by each method
 
 EVERY_KEY = "M8C2T0"
 METHODS = ["exact", EVERY_KEY, "M8P0C2/own", "M8P8C2/own", "M8", "value-projection"]
@@ -184,65 +118,3 @@ def test_the_decoder_sees_patches_in_their_places(folder):
     assert change[:4, 12:].min() > 0
     assert change[8:].max() == change[:, :8].max() == 0  # beyond the reach of the kernels
     assert load_decoder(folder.parent) is None
-
-
-# Rows of `distill.vision`
-
-TEACHER = {"name": "teacher", "attention": "exact", "step": 9, "score": 80.0}
-
-
-def row(name, seed, score, *, attention=None, untrained=None):
-    return {
-        "name": name,
-        "seed": seed,
-        "attention": attention or name,
-        "step": 4,
-        "metric": "miou",
-        "score": score,
-        "untrained": untrained,
-        "ms": untrained and 0.25,
-    }
-
-
-ROWS = [
-    TEACHER,
-    row("M4P2C2", 0, 70.0, untrained=10.0),
-    row("flat@M4P2C2", 1, 68.0, attention="M9", untrained=5.0),
-    row("flat@M4P2C2", 0, 69.0, attention="M9"),
-    row("M4P2C2", 1, 72.0),
-    row("swin", 0, 1.0),
-]
-
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "run" / "rows.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in ROWS) + '{"name": "cut')
-    return path
-
-
-def test_seeds_are_joined_and_pairs_are_of_one_seed(path):
-    """Catches differences between means of other seeds, and an error of the wrong n."""
-    result = read_rows(path)
-    assert fine_tuned_table(result).splitlines()[2:] == [
-        "| M4P2C2 | 0.25 | 10.0 | 71.00 ± 1.00 | 2 |",
-        "| M9 (time of M4P2C2) | 0.25 | 5.0 | 68.50 ± 0.50 | 2 |",
-        "| swin | - | - | 1.00 | 1 |",
-    ]
-    (pair,) = differences(result)
-    assert (pair["avq"], pair["flat"]) == ("M4P2C2", "M9")
-    assert pair["difference"] == pytest.approx(2.5)
-    assert pair["error"] == pytest.approx(1.5)
-
-
-def test_command_and_its_errors(path, monkeypatch, capsys, tmp_path):
-    run_command(monkeypatch, "vision", "table", path, "--output", tmp_path)
-    assert "M4P2C2 minus M9: 2.50 ± 1.50" in capsys.readouterr().out
-    assert (tmp_path / "vision_run.json").is_file()
-    for content, message in (
-        (json.dumps(TEACHER) + "\n", "has no rows of attentions and their teacher"),
-        ('{"step": 1}\n', "is not a complete result (KeyError"),
-    ):
-        path.write_text(content)
-        assert message in failed_command(monkeypatch, capsys, "vision", "table", path)[1]

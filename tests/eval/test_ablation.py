@@ -1,7 +1,6 @@
-"""`python -m eval bench distill` and `python -m eval ablate`: real short runs on a tiny model."""
+"""`python -m eval ablate`: real short runs on a tiny model."""
 
 import json
-from math import inf
 from statistics import mean
 
 import pytest
@@ -14,71 +13,11 @@ from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.scenes import TEST_SEEDS, sample_scene
 from eval.__main__ import app
-from eval.benchmarks import distillation
-from eval.benchmarks.distillation import distillation_table, with_ratios
 from eval.methods.running import load_pipeline
 from eval.quality import ablation
 from eval.quality.ablation import ablation_table, train_variants
 
 SHARED = [f"--set={key}={value}" for key, value in TINY_RUN.items()]
-
-
-def test_ratios_and_errors():
-    """Catches a ratio the wrong way round, or to another batch size or number of GPUs."""
-    speeds = {
-        (1, "exact", 4): 10.0,
-        (1, "avq", 4): 8.0,
-        (1, "avq", 8): 9.0,
-        (2, "exact", 4): 19.0,
-        (2, "avq", 4): 15.2,
-        (2, "avq", 8): None,
-    }
-    rows = [
-        {"gpus": gpus, "attention": name, "batch_per_gpu": batch, "samples_per_second": speed}
-        for (gpus, name, batch), speed in speeds.items()
-    ]
-    found = {
-        (row["gpus"], row["attention"], row["batch_per_gpu"]): (
-            row["step_over_exact"],
-            row["speedup_over_one_gpu"],
-        )
-        for row in with_ratios(rows)
-    }
-    assert found[1, "avq", 4] == pytest.approx((1.25, 1.0))
-    assert found[1, "avq", 8] == (None, pytest.approx(1.0))
-    assert found[2, "avq", 4] == pytest.approx((1.25, 1.9))
-    assert found[2, "avq", 8] == (None, None)
-    assert "| 2 | avq | 4 | 15.2 | 1.25 | 1.9 | - |" in distillation_table(with_ratios(rows))
-    assert distillation.last_error("") == "it was killed"
-    assert distillation.last_error("Traceback\nerror: no\nlast") == "no"
-    assert distillation.last_error("first\nlast") == "last"
-
-
-@pytest.mark.long
-def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(distillation, "STEPS", 3)
-    monkeypatch.setattr(distillation, "LOG_EVERY", 1)
-    monkeypatch.setattr(distillation, "WARMUP_LINES", 1)
-    overrides = [f"--set={key}={TINY_RUN[key]}" for key in TINY_RUN if key.startswith("avq.")]
-    overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_images=4"]
-    arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
-    arguments += ["--rounds", 2, "--config", RUN_CONFIG, "--output", tmp_path, *overrides]
-    command = ["bench", "distill", *map(str, arguments)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-
-    content = json.loads((tmp_path / "bench_distill_cpu.json").read_text())
-    exact, avq = content["rows"]
-    assert (exact["attention"], avq["attention"]) == ("exact", "avq")
-    assert exact["step_over_exact"] == 1
-    assert avq["step_over_exact"] == exact["samples_per_second"] / avq["samples_per_second"]
-    assert 0 < avq["samples_per_second"] < inf
-    assert len(exact["windows"]) == len(avq["windows"]) == 2 * 2  # of two runs each
-    assert "note" not in exact | avq
-    result = CliRunner().invoke(app, [*command, "--set=precision=fp8"])
-    assert result.exit_code == 0, result.output
-    for row in json.loads((tmp_path / "bench_distill_cpu.json").read_text())["rows"]:
-        assert "precision must be 'fp32', 'fp16' or 'bf16'" in row["note"]
 
 
 @torch.no_grad()
