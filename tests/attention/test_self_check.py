@@ -172,7 +172,7 @@ def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, c
     assert all(map(torch.equal, found, gradients("torch")))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_refined": None}, {"num_updates": 1}])
+@pytest.mark.parametrize("options", [{}, {"num_refined": None}])
 @pytest.mark.parametrize(
     "dtype",
     [

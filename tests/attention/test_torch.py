@@ -216,7 +216,7 @@ def test_bfloat16_has_its_whole_range(of_values, of_keys):
     tokens = dict(
         zip(("query", "key", "value"), (x.bfloat16() * y for x, y in scaled), strict=True)
     )
-    sizes = {"num_parents": 2, "num_children": 0, "num_refined": 0, "num_updates": 0}
+    sizes = {"num_parents": 2, "num_children": 0, "num_refined": 0}
     options = sizes | {"codewords": "means", "query_tile": 32, "scale": None}
     outcome = solve(Problem(tokens, codebook, options), "torch")
     assert outcome.error <= 1

@@ -35,7 +35,7 @@ STORED = partial(AVQConfig, codewords="stored", levels=(0,))
 FLAT = STORED(num_parents=4, num_children=0, num_refined=0, query_tile=16)
 ALPHAS_CUMPROD = torch.linspace(1.0, 0.05, 1000) ** 2
 EMPTY = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(11))
-OWN = replace(CONFIG, codewords="means", num_updates=1)
+OWN = replace(CONFIG, codewords="means")
 # One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
 EXACT = STORED(
     num_parents=64,
@@ -504,7 +504,7 @@ def test_without_the_constraint(tmp_path):
 )
 def test_gradients_are_those_of_the_definition(config, full_spawning):
     """Catches gradients that stop, a quantized key that is not that of `avq_attention`, and keys,
-    updates, levels of a threshold or an order that the backward pass does not share."""
+    levels of a threshold or an order that the backward pass does not share."""
     trained = perturb(make_objective(config, full_spawning=full_spawning))
     defined = perturb(make_objective(config, full_spawning=False))
     define(defined)
