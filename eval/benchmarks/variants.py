@@ -22,7 +22,7 @@ from avq_diffusers.attention.limits import LIMITS, matrix_instructions
 from avq_diffusers.attention.triton import call, gradients
 from avq_diffusers.attention.triton.launch import Launch, Pointer, each
 from avq_diffusers.attention.triton.problem import Layout, Problem
-from eval.methods.registry import parse_method
+from distill.codewords import parse_codewords
 from eval.store.markdown import markdown_table, rows_table
 
 Row = dict[str, Any]
@@ -153,8 +153,8 @@ def _worst(rows: Sequence[Row]) -> str:
 
 def launches(case: Case) -> list[Launch]:
     """All launches of a call: the forward pass and, if served, gradients."""
-    method = parse_method(case.method, levels=(0,))
-    config, device, order = method.config, torch.device("cpu"), torch.int64
+    config, is_own = parse_codewords(case.method)
+    device, order = torch.device("cpu"), torch.int64
     tokens, sinks = (
         Layout(
             torch.Size((BATCH, HEADS, number, case.head_dim)),
@@ -172,8 +172,8 @@ def launches(case: Case) -> list[Launch]:
         value=tokens,
         sinks=(sinks, sinks) if case.sinks else None,
         query_order=order,
-        key_order=order if method.own else None,
-        is_stored=not method.own,
+        key_order=order if is_own else None,
+        is_stored=not is_own,
         spec=spec,
         scale=0.1,
     )
