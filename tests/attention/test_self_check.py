@@ -17,7 +17,7 @@ from avq_diffusers.attention.schema import arguments_of
 from avq_diffusers.attention.triton import call, launch, tuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPTIONS = {"num_parents": 8, "num_children": 4, "num_refined": 2, "query_tile": 32}
+OPTIONS = {"num_parents": 8, "num_children": 4, "num_refined": 2, "query_tile": 64}
 TOKENS = [
     torch.randn(2, 1, 100, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
     for i in range(3)
