@@ -71,10 +71,8 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
     return repeat
 
 
-def run_fitting(
-    make_plan: Callable[[Problem], Plan], problem: Problem, given: Given
-) -> Tensor | None:
-    """The result of a problem's plan, with smaller tilings if it exceeds the GPU's resources.
+def run_fitting(make_plan: Callable[[Problem], Plan], problem: Problem, given: Given) -> Tensor:
+    """`Plan.run` of a problem, with smaller tilings if it exceeds the GPU's resources.
 
     Raises:
         OutOfResources: even the smallest tiling exceeds them.

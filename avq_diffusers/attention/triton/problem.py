@@ -69,11 +69,6 @@ class Given(NamedTuple):
     grad_sink_value: Any = None
 
 
-def pointers_of(dtypes: Given) -> Given:
-    """Pointers to what is given with these dtypes."""
-    return Given(*(dtype and Pointer(place, dtype) for place, dtype in enumerate(dtypes)))
-
-
 class Problem(NamedTuple):
     """A kernel call without the contents of its tensors.
 
@@ -196,7 +191,8 @@ class Problem(NamedTuple):
         orders = self.query_order, self.key_order
         inputs = dtype, dtype, dtype, sinks, sinks, *orders, codes, wide, wide
         outputs = dtype, torch.int32, dtype, dtype, dtype, dtype, sinks, sinks
-        return pointers_of(Given(*inputs, *outputs))
+        dtypes = enumerate((*inputs, *outputs))
+        return Given(*(dtype and Pointer(place, dtype) for place, dtype in dtypes))
 
 
 def alignment_of(*layouts: Layout) -> int:
