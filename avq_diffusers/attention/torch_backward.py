@@ -1,24 +1,44 @@
 """Exact gradients of AVQ attention in plain PyTorch, at linear cost on every device.
 
-The choice of columns is a constant, which the code of `torch_forward` recomputes. All else is
-differentiated by autograd in two steps: the attention of a few tiles at a time, whose gradients of
-the table's rows add up, then the table. After a forward pass by the kernels, columns may be chosen
-differently between nearly equal scores; so means in half precision have a backward pass by kernels,
-too (`triton.gradients`).
+Query i gives column a the weight w_ia = n_a exp(q_i.c_a) / sum_b n_b exp(q_i.c_b), with the scale
+in q. The spread s_a rides as one more channel of the value v_a. With d for gradients, and dr_i that
+of the spread r_i that a query sees:
+
+    p_ia = dy_i.v_a + dr_i s_a,   delta_i = sum_a w_ia p_ia
+    dq_i = sum_a w_ia (p_ia - delta_i) c_a
+    dv_a = sum_i w_ia dy_i,   ds_a = sum_i w_ia dr_i,   dc_a = sum_i w_ia (p_ia - delta_i) q_i
+
+Keys that are columns, exact keys and sinks, take dv_a and dc_a. If means represent the other keys,
+c_a and v_a are means of n_a keys and values, so these take the n_a-th part over the two codewords a
+of key j: its parent in tiles that do not refine this parent, its leaf in the other tiles. Spreads
+add 2 (k_j - c_a) ds_a / n_a.
+
+The first-order term is g_i C q_i with g_i = r_i / (1 + r_i t_i) and t_i = |q_i|^2 / D:
+
+    dg_i = dy_i.C q_i,   dr_i = dg_i / (1 + r_i t_i)^2,   dC = sum_i g_i dy_i q_i^T
+    dq_i += g_i C^T dy_i - 2 g_i^2 dg_i q_i / D
+
+C = A / S, with A = sum_j e_j d_j^T and S = sum_j |d_j|^2 of the offsets e_j and d_j of values and
+keys to the means of their leaves. Derivatives of means vanish:
+
+    dA = dC / S,   dS = -<dC, C> / S,   dv_j += dA d_j,   dk_j += dA^T e_j + 2 dS d_j
 
 If stored codewords represent the keys, key gradients are straight-through (paper, section Method):
 
-    dk_j = sum_a sum_i w_ia / n_a (dy_i.v_j - delta_i) q_i,   delta_i = dy_i.y_i
+    dk_j = sum_a sum_i w_ia / n_a (dy_i.v_j - delta_i) q_i
 
-with weights w_ia = n_a exp(q_i.c_a) / sum_b n_b exp(q_i.c_b) and the scale in q. This is affine in
-v_j, so each codeword stores the moments sum_i w_ia / n_a [q_i, 1] [dy_i, delta_i]^T, at O(N M D^2),
-for its keys to read.
+This is affine in v_j, so each codeword stores the moments sum_i w_ia / n_a [q_i, 1] [dy_i,
+delta_i]^T, at O(N M D^2), for its keys to read.
+
+The choice of columns is a constant, which the code of `torch_forward` recomputes. After a forward
+pass by the kernels, it may choose differently between nearly equal scores; so means in half
+precision have a backward pass by kernels, too (`triton.gradients`).
 
 Shapes: as in `torch_forward`, with L numbers per row that gradients are summed in.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +49,12 @@ from avq_diffusers.attention.torch_forward import (
     Summary,
     Tiles,
     choose,
-    means_of,
+    offsets_to,
     summarize,
     take,
     tile_queries,
+    variance_of,
     width,
-    with_first_order,
 )
 from avq_diffusers.codebook.assignment import (
     across_heads,
@@ -112,19 +132,18 @@ def _write_gradients(
     of_key, of_value, of_sink_key, of_sink_value = (x is not None for x in grads[1:])
     summary, tiles = summarize(tensors, spec), Tiles.of(tensors, spec.query_tile)
     queries = tile_queries(tensors, tiles, summary)
-    grad_tiles, head_dim = tiles.cut(grad_output, queries.dtype), grad_output.shape[3]
-    tables = [queries, summary.keys, summary.values]
+    grad_tiles, grad_queries = tiles.cut(grad_output, queries.dtype), torch.empty_like(queries)
+    term = moments = None
     if summary.matrix is not None:
-        tables.append(summary.matrix)
-    # Whose rows need a gradient. With a first-order term, keys have spreads, channels of values.
-    needed = (
-        grad_query is not None,
-        of_sink_key or (of_key and spec.means),
-        of_sink_value or (of_value and spec.means) or (of_key and len(tables) == 4),
-        of_key or of_value,
-    )
-    sums = [torch.zeros_like(x) if y else None for x, y in zip(tables, needed, strict=False)]
-    moments = None if spec.means else _Moments(summary, of_key, of_value)
+        term = _FirstOrder(summary.matrix, queries, grad_tiles)
+    if spec.means:
+        # Gradients of spreads ride with those of values.
+        rides = of_key and term is not None
+        sums = _Sums(summary, of_key or of_sink_key, of_value or of_sink_value or rides)
+    else:
+        sums = _Sums(summary, of_sink_key, of_sink_value)
+        moments = _Moments(summary, of_key, of_value)
+
     tile, channels = queries.shape[1:]
     of_moments = 0 if moments is None else moments.sums.shape[1]
 
@@ -133,89 +152,123 @@ def _write_gradients(
 
     chosen = choose(queries, summary, tiles, spec)
     for pairs, rows in chosen.lists(summary, elements, ELEMENTS):
-        places = pairs, rows, rows, pairs // tiles.number
-        read = [take(*each) for each in zip(tables, places, strict=False)]
-        inputs = [x.requires_grad_() for x, y in zip(read, needed, strict=False) if y]
-        grad = grad_tiles[pairs][..., :head_dim]
-        with _differentiable():
-            query, keys, values, *matrix = read
-            weights = (query @ keys.mT).softmax(dim=-1)
-            output = weights @ values
-            output = (
-                with_first_order(query, matrix[0], output) if matrix else output[..., :head_dim]
-            )
-        found = iter(torch.autograd.grad(output, inputs, grad) if inputs else ())
-        for total, place in zip(sums, places, strict=False):
-            if total is not None:
-                _add_rows(total, place, next(found))
-        if moments is not None:
-            weights, delta = weights.detach(), (grad * output.detach()).sum(dim=-1, keepdim=True)
-            columns, right = slice(spec.columns), torch.cat([grad, delta], dim=-1)
-            moments.add(rows[:, columns], queries[pairs], weights[..., columns], right)
+        keys, values = take(summary.keys, rows), take(summary.values, rows)
+        weights = (queries[pairs] @ keys.mT).softmax(dim=-1)
+        if term is not None:
+            term.write_grad_seen(pairs, weights, values)
+        found = _Attended.of(queries[pairs], grad_tiles[pairs], weights, values)
+        if grad_query is not None:
+            grad_queries[pairs] = found.grad_logits @ keys
+        if moments is None:
+            sums.add(rows, found)
+        else:
+            moments.add(rows[:, : spec.columns], found.part(slice(spec.columns)))
+            sums.add(rows[:, spec.columns :], found.part(slice(spec.columns, None)))
 
-    of_queries, of_keys, of_values, *_ = sums
-    if grad_query is not None and of_queries is not None:
-        tiles.write(grad_query, tensors.scale * of_queries[..., :head_dim])
+    if grad_query is not None:
+        if term is not None:
+            term.add_to(grad_queries)
+        head_dim = grad_query.shape[3]
+        tiles.write(grad_query, tensors.scale * grad_queries[..., :head_dim])
+    of_tokens: Sequence[Tensor | None]
+    value = tensors.value.flatten(0, 2).to(queries.dtype)
     if moments is None:
-        of_tokens = _through_means(summary, (of_key, of_value), sums[1:])
+        of_tokens = _through_means(summary, value, sums, term, of_key, of_value)
     else:
-        of_tokens = moments.gradients(summary.tokens[1])
-    for grad_token, of_token in zip((grad_key, grad_value), of_tokens, strict=True):
-        if grad_token is not None and of_token is not None:
-            grad_token.copy_(of_token.view(grad_token.shape))
-    for grad_sink, of_rows in zip(grad_sinks, (of_keys, of_values), strict=True):
-        if grad_sink is not None and of_rows is not None:
-            grad_sink.copy_(of_rows[summary.sink_rows, :head_dim].reshape(grad_sink.shape))
+        of_tokens = moments.gradients(value)
+    for grad, of_token in zip((grad_key, grad_value), of_tokens, strict=True):
+        if grad is not None and of_token is not None:
+            grad.copy_(of_token.view(grad.shape))
+    for grad, of_rows in zip(grad_sinks, (sums.keys, sums.values), strict=True):
+        if grad is not None and of_rows is not None:
+            grad.copy_(of_rows[summary.sink_rows, : grad.shape[3]].reshape(grad.shape))
 
 
-@contextmanager
-def _differentiable() -> Iterator[None]:
-    """Let autograd record, also inside of an operator, where dispatch skips it.
+class _Attended(NamedTuple):
+    """What the gradients of the columns of G pairs are sums of."""
 
-    `torch.func.vjp` records there, too, but refuses to run beside saved-tensor hooks.
-    """
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
+    queries: Tensor  # (G, I, W)
+    grads: Tensor  # (G, I, W) of outputs and seen spreads
+    weights: Tensor  # (G, I, K)
+    delta: Tensor  # (G, I, 1)
+    grad_logits: Tensor  # (G, I, K)
+
+    @staticmethod
+    def of(queries: Tensor, grads: Tensor, weights: Tensor, values: Tensor) -> "_Attended":
+        products = grads @ values.mT
+        delta = (weights * products).sum(dim=-1, keepdim=True)
+        return _Attended(queries, grads, weights, delta, products.sub_(delta).mul_(weights))
+
+    def part(self, columns: slice) -> "_Attended":
+        """The same for some columns."""
+        weights, grad_logits = self.weights[..., columns], self.grad_logits[..., columns]
+        return self._replace(weights=weights, grad_logits=grad_logits)
 
 
-def _through_means(
-    summary: Summary, needed: tuple[bool, bool], sums: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Gradients of keys and values (H S, D), of those that are `needed`, from `sums`, those of the
-    table's keys and values and of any C."""
-    key, value = (x.detach().requires_grad_(y) for x, y in zip(summary.tokens, needed, strict=True))
-    given = [x for x in (key, value) if x.requires_grad]
-    if not given:
-        return [None, None]
-    with _differentiable():
-        counts, follow = summary.codewords.counts, summary.matrix is not None
-        codewords, matrix = means_of(key, value, summary.leaves, counts, follow=follow)
-        assert codewords.spreads is not None  # of means
-        values = torch.cat([codewords.values, codewords.spreads[..., None]], dim=-1)
-        made = codewords.keys.flatten(0, 2), values.flatten(0, 2), matrix
-    outputs, grads = [], []
-    for x, of_rows in zip(made, sums, strict=False):
-        if x is not None and x.requires_grad and of_rows is not None:
-            outputs.append(x)
-            grads.append(of_rows[: len(x), : x.shape[1]])
-    found = iter(torch.autograd.grad(outputs, given, grads))
-    of_tokens: list[Tensor | None] = [None, None]
-    for i, (x, of_rows) in enumerate(zip((key, value), sums[:2], strict=True)):
-        if x.requires_grad and of_rows is not None:
-            of_exact = of_rows[summary.key_rows, : x.shape[1]]
-            of_tokens[i] = next(found) + of_exact if len(of_exact) else next(found)
-    return of_tokens
+class _FirstOrder:
+    """The gradients of the first-order term."""
+
+    def __init__(self, matrix: Tensor, queries: Tensor, grads: Tensor) -> None:
+        head_dim = matrix.shape[1]
+        self.matrix, self.grads = matrix, grads
+        self.queries = queries[..., :head_dim]
+        self.size = self.queries.square().mean(dim=-1, keepdim=True)
+        self.pulled = self._of_heads(grads[..., :head_dim]) @ matrix
+        self.pulled = self.pulled.view(self.queries.shape)
+        self.grad_share = (self.pulled * self.queries).sum(dim=-1, keepdim=True)
+        self.seen = torch.empty_like(self.size)
+
+    def _of_heads(self, tokens: Tensor) -> Tensor:
+        """Tokens (H T, I, D) as (H, T I, D)."""
+        return tokens.unflatten(0, (len(self.matrix), -1)).flatten(1, 2)
+
+    def write_grad_seen(self, pairs: Tensor, weights: Tensor, values: Tensor) -> None:
+        """Write the gradients of the spreads that queries see into the channel of spreads."""
+        head_dim = self.matrix.shape[1]
+        spreads = slice(head_dim, head_dim + 1)
+        seen = weights @ values[..., spreads]
+        self.seen[pairs] = seen
+        guard = 1 + seen * self.size[pairs]
+        self.grads[pairs, :, spreads] = self.grad_share[pairs] / guard.square()
+
+    @property
+    def share(self) -> Tensor:
+        """(H T, I, 1), by which C q counts."""
+        return self.seen / (1 + self.seen * self.size)
+
+    def add_to(self, grad_queries: Tensor) -> None:
+        """Add the gradient of queries (H T, I, W)."""
+        head_dim, share = self.matrix.shape[1], self.share
+        of_size = share.square() * self.grad_share * (2 / head_dim)
+        grad_queries[..., :head_dim] += share * self.pulled - of_size * self.queries
+
+    def grad_matrix(self) -> Tensor:
+        """(H, D, D)."""
+        grads = self.share * self.grads[..., : self.matrix.shape[1]]
+        return self._of_heads(grads).mT @ self._of_heads(self.queries)
+
+
+class _Sums:
+    """Gradients of the rows of the table, (rows, W) each; None where none is needed."""
+
+    def __init__(self, summary: Summary, for_keys: bool, for_values: bool) -> None:
+        self.keys = torch.zeros_like(summary.keys) if for_keys else None
+        self.values = torch.zeros_like(summary.values) if for_values else None
+
+    def add(self, rows: Tensor, found: _Attended) -> None:
+        """Add the gradients of columns (G, K), which are these rows."""
+        if self.keys is not None:
+            _add_rows(self.keys, rows, found.grad_logits.mT @ found.queries)
+        if self.values is not None:
+            _add_rows(self.values, rows, found.weights.mT @ found.grads)
 
 
 def _add_rows(sums: Tensor, rows: Tensor, added: Tensor) -> None:
-    """Add numbers (*P, ...) to rows (*P) of the sums (all rows, ...), in a fixed order."""
-    rows, added = rows.flatten(), added.flatten(0, rows.ndim - 1)
+    """Add (G, K, L) to rows (G, K) of the sums (all rows, L), in a fixed order."""
     if sums.device.type == "cpu":
-        sums.index_add_(0, rows, added)
+        sums.index_add_(0, rows.flatten(), added.flatten(0, 1))
     else:  # where index_add_ uses unordered atomics, and this sorts
-        sums.index_put_((rows,), added, accumulate=True)
+        sums.index_put_((rows.flatten(),), added.flatten(0, 1), accumulate=True)
 
 
 def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
@@ -223,6 +276,53 @@ def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
     part of."""
     shares = sums.unflatten(0, counts.shape) / counts.clamp(min=1)[..., None]
     return shares[:, :, 1:] + shares[:, :, :1]
+
+
+def _through_means(
+    summary: Summary,
+    value: Tensor,
+    sums: _Sums,
+    term: _FirstOrder | None,
+    for_keys: bool,
+    for_values: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of keys and values (H S, D), of which `value` holds the latter."""
+    grad_keys, grad_values = (
+        _of_sums(summary, of_rows) if needed and of_rows is not None else None
+        for needed, of_rows in ((for_keys, sums.keys), (for_values, sums.values))
+    )
+    if term is None or not (for_keys or for_values):
+        return grad_keys, grad_values
+    assert summary.offsets is not None  # own codewords are means
+    codewords, leaves = summary.codewords, summary.leaves
+    heads, head_dim = len(term.matrix), term.matrix.shape[1]
+    key_offsets = summary.offsets.unflatten(0, (heads, -1))
+    grad_matrix = term.grad_matrix() / variance_of(codewords)
+    if grad_values is not None:
+        grad_values += (key_offsets @ grad_matrix.mT).flatten(0, 1)
+    if grad_keys is not None and sums.values is not None:
+        value_offsets = offsets_to(codewords.values, value, leaves).unflatten(0, (heads, -1))
+        grad_keys += (value_offsets @ grad_matrix).flatten(0, 1)
+        of_spreads = sums.values[: codewords.counts.numel(), head_dim, None]
+        of_spreads = 2 * of_spreads.unflatten(0, codewords.counts.shape)
+        of_spreads /= codewords.counts.clamp(min=1)[..., None]
+        # A key's offset to its cell is that to its leaf and that of its leaf.
+        of_cells, of_leaves = of_spreads[:, :, :1], of_spreads[:, :, :1] + of_spreads[:, :, 1:]
+        between = of_cells * (codewords.keys[:, :, 1:] - codewords.keys[:, :, :1])
+        of_leaves -= 2 * (grad_matrix * term.matrix).sum(dim=(1, 2))[:, None, None, None]
+        shares = torch.cat([of_leaves, between], dim=-1).flatten(0, 2)
+        shares = shares.index_select(0, leaves.number)
+        grad_keys += shares[:, :1] * key_offsets.flatten(0, 1) + shares[:, 1:]
+    return grad_keys, grad_values
+
+
+def _of_sums(summary: Summary, sums: Tensor) -> Tensor:
+    """Gradients (H S, D) of what became means and rows of the table (rows, W)."""
+    counts, head_dim = summary.codewords.counts, summary.codewords.keys.shape[3]
+    of_leaves = _of_leaves(sums[: counts.numel(), :head_dim], counts).flatten(0, 2)
+    found = of_leaves.index_select(0, summary.leaves.number)
+    keys = sums[summary.key_rows, :head_dim]
+    return found + keys if len(keys) else found
 
 
 class _Moments:
@@ -237,24 +337,21 @@ class _Moments:
         width = (self.rows.stop - self.rows.start) * (1 + head_dim)
         self.sums = codewords.new_zeros(codewords.shape[:3].numel(), width)
 
-    def add(self, rows: Tensor, queries: Tensor, weights: Tensor, right: Tensor) -> None:
-        """Add what columns (G, K), which are these codewords, see.
+    def add(self, rows: Tensor, found: _Attended) -> None:
+        """Add what columns (G, K), which are these codewords, see."""
+        if self.sums.shape[1] == 0:
+            return
+        head_dim = self.summary.codewords.keys.shape[3]
+        left = found.queries[..., self.rows, None]
+        right = torch.cat([found.grads[..., :head_dim], found.delta], dim=-1)[..., None, :]
+        _add_rows(self.sums, rows, found.weights.mT @ (left * right).flatten(-2))
 
-        Args:
-            rows: of the codewords.
-            queries: (G, I, W).
-            weights: (G, I, K).
-            right: (G, I, D + 1), gradients of the outputs, and delta.
-        """
-        if self.sums.shape[1]:
-            outer = queries[..., self.rows, None] * right[..., None, :]
-            _add_rows(self.sums, rows, weights.mT @ outer.flatten(-2))
-
-    def gradients(self, value: Tensor) -> list[Tensor | None]:
+    def gradients(self, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of keys and values (H S, D); `value` is (H S, D)."""
         head_dim = value.shape[1]
-        grads = [torch.empty_like(value) if needed else None for needed in self.needed]
-        grad_keys, grad_values = grads
+        grad_keys, grad_values = (
+            torch.empty_like(value) if needed else None for needed in self.needed
+        )
         of_leaves = _of_leaves(self.sums, self.summary.codewords.counts)
         of_leaves = of_leaves.flatten(0, 2).unflatten(-1, (-1, 1 + head_dim))
         length = chunk_length(value.device, max(1, self.sums.shape[1]), ELEMENTS)
@@ -267,4 +364,4 @@ class _Moments:
                 matrices = of_leaves[:, :head_dim].index_select(0, leaf)
                 values = F.pad(value[part], (0, 1), value=-1)[..., None]
                 grad_keys[part] = (matrices @ values)[..., 0]
-        return grads
+        return grad_keys, grad_values

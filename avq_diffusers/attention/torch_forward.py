@@ -27,7 +27,7 @@ columns, W channels of a row.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,21 +77,22 @@ class Summary(NamedTuple):
     """What the queries of a chunk of batch elements attend to.
 
     Attributes:
-        tokens: keys around the centre of their head and values, (H S, D) each.
         leaves: the keys.
         keys, values: (rows, W), the table: codewords (H R), with a threshold the keys (H S), sinks,
             and a row that stands for no key.
         key_rows, sink_rows: where in the table keys and sinks are.
+        offsets: (H S, D), keys minus the means of their leaves; None if stored codewords represent
+            them.
         matrix: (H, D, D), the first-order term's C; None without it.
     """
 
-    tokens: tuple[Tensor, Tensor]
     leaves: Groups
     codewords: Codewords
     keys: Tensor
     values: Tensor
     key_rows: slice
     sink_rows: slice
+    offsets: Tensor | None
     matrix: Tensor | None
 
     @property
@@ -199,9 +200,13 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
     sizes = len(parents), spec.num_parents, 1 + spec.num_children
     leaves = grouped(leaf, sizes[1] * sizes[2])
     counts = _with_cells(leaves.edges.diff().view(sizes))
-    matrix = None
+    offsets = matrix = None
     if spec.means:
-        codewords, matrix = means_of(key, value, leaves, counts, follow=tensors.parents is None)
+        codewords, offsets = _means(key, value, leaves, counts)
+        if tensors.parents is None:
+            # Offsets add up to 0 in a leaf, so the mean of its values has no part in this.
+            values, of_heads = (x.unflatten(0, (len(parents), -1)) for x in (value, offsets))
+            matrix = values.mT @ of_heads / variance_of(codewords)
     else:
         cells = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
         codewords = Codewords(cells, _averages(value, leaves, counts), counts)
@@ -223,38 +228,32 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
     if sink_key is not None and sink_value is not None:
         keys[sink_rows, :head_dim] = (sink_key.flatten(0, 1) - centre).flatten(0, 1)
         values[sink_rows, :head_dim] = sink_value.flatten(0, 2)
-    tokens = key, value
-    return Summary(tokens, leaves, codewords, keys, values, key_rows, sink_rows, matrix)
+    return Summary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
 
 
-def means_of(
-    key: Tensor, value: Tensor, leaves: Groups, counts: Tensor, *, follow: bool
-) -> tuple[Codewords, Tensor | None]:
-    """Codewords of keys and values (H S, D), and `Summary.matrix` if values `follow` keys.
-
-    Differentiable.
-    """
+def _means(key: Tensor, value: Tensor, leaves: Groups, counts: Tensor) -> tuple[Codewords, Tensor]:
+    """Codewords of keys and values (H S, D), and `Summary.offsets`."""
     keys, values = (_averages(x, leaves, counts) for x in (key, value))
-    offsets = key - _Grouping.apply(keys[:, :, 1:].flatten(0, 2), leaves, False)
-    distances = torch.linalg.vector_norm(offsets, dim=1, keepdim=True).square()
-    inside = _Grouping.apply(distances, leaves, True).view_as(counts[:, :, 1:])
+    offsets = offsets_to(keys, key, leaves)
+    distances = torch.linalg.vector_norm(offsets, dim=1, keepdim=True).square_()
+    inside = sum_groups(distances, leaves).view_as(counts[:, :, 1:])
     # A leaf's keys around the mean of its cell. Moments about the centre would cancel for small
     # cells far from it.
     between = (keys[:, :, 1:] - keys[:, :, :1]).square().sum(dim=-1)
     of_cells = (inside + counts[:, :, 1:] * between).sum(dim=2, keepdim=True)
     spreads = torch.cat([of_cells, inside], dim=2) / counts.clamp(min=1)
-    codewords = Codewords(keys, values, counts, spreads)
-    if not follow:
-        return codewords, None
-    # Offsets add up to 0 in a leaf, so the mean of its values has no part in this.
-    value, offsets = (x.unflatten(0, (len(counts), -1)) for x in (value, offsets))
-    return codewords, value.mT @ offsets / _variance_of(codewords)
+    return Codewords(keys, values, counts, spreads), offsets
+
+
+def offsets_to(means: Tensor, tokens: Tensor, leaves: Groups) -> Tensor:
+    """Tokens (H S, D) minus the means (H, M0, 2 + C, D) of their leaves."""
+    return tokens - means[:, :, 1:].flatten(0, 2).index_select(0, leaves.number)
 
 
 def _averages(tokens: Tensor, leaves: Groups, counts: Tensor) -> Tensor:
     """Means (H, M0, 2 + C, F) of tokens (H S, F) over those of each codeword."""
     heads, num_parents, per_parent = counts.shape
-    sums = _Grouping.apply(tokens, leaves, True).view(heads, num_parents, per_parent - 1, -1)
+    sums = sum_groups(tokens, leaves).view(heads, num_parents, per_parent - 1, -1)
     return _with_cells(sums) / counts.clamp(min=1)[..., None]
 
 
@@ -263,27 +262,13 @@ def _with_cells(of_leaves: Tensor) -> Tensor:
     return torch.cat([of_leaves.sum(dim=2, keepdim=True), of_leaves], dim=2)
 
 
-def _variance_of(codewords: Codewords) -> Tensor:
+def variance_of(codewords: Codewords) -> Tensor:
     """What C is divided by, (H, 1, 1): the sum of the keys' squared distances to the means of
     their leaves; infinity without a first-order term."""
     assert codewords.spreads is not None  # own codewords are means
     variances = (codewords.counts * codewords.spreads).sum(dim=1)
     inside = variances[:, 1:].sum(dim=1)
     return inside.where(inside > LEAST_INSIDE * variances[:, 0], torch.inf)[:, None, None]
-
-
-class _Grouping(torch.autograd.Function):
-    """Sums over each group (all groups, F) of tokens (H S, F), or else rows of groups for tokens:
-    either is the gradient of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, numbers: Tensor, groups: Groups, sums: bool) -> Tensor:
-        ctx.groups, ctx.sums = groups, sums
-        return sum_groups(numbers, groups) if sums else numbers.index_select(0, groups.number)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Grouping.apply(grad, ctx.groups, not ctx.sums), None, None
 
 
 def sum_groups(tokens: Tensor, groups: Groups) -> Tensor:
@@ -487,13 +472,10 @@ def take(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def with_first_order(queries: Tensor, matrix: Tensor, attended: Tensor) -> Tensor:
-    """What was attended to (G, I, W), and the first-order term of C (H, D, D); differentiable.
-
-    Pairs are those of as many heads as have a C, one head after the other.
-    """
+    """What was attended to (H T, I, W), and the first-order term of C (H, D, D)."""
     head_dim = matrix.shape[1]
     scaled, seen = queries[..., :head_dim], attended[..., head_dim, None]
     following = scaled.unflatten(0, (len(matrix), -1)).flatten(1, 2) @ matrix.mT
-    size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square() / head_dim
-    share = seen / (size * seen + 1)
-    return attended[..., :head_dim].addcmul(share, following.view(scaled.shape))
+    size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).square_() / head_dim
+    share = seen / size.mul_(seen).add_(1)
+    return attended[..., :head_dim].addcmul_(share, following.view(scaled.shape))

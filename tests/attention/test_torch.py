@@ -100,9 +100,8 @@ def test_cost_and_memory_of_gradients_are_linear(monkeypatch):
     the whole batch."""
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 10)
     assert flops(queries=64) - flops(queries=32) == 2 * (flops(queries=32) - flops(queries=16))
-    shape = {"queries": 32, "head_dim": 16}
-    assert flops((True, False, True), **shape) < 0.5 * flops(**shape)
-    assert flops((True, True, False), **shape) < flops(**shape)
+    assert flops((True, False, True), queries=32) < 0.5 * flops(queries=32)
+    assert flops((True, True, False), queries=32) < flops(queries=32)
     tokens_elements, table_elements = 2 * 2 * 256 * 8, 2 * 6 * 5 * 9 * 9
     for shape, expected in (
         ({"queries": 256}, tokens_elements),
@@ -150,15 +149,6 @@ def test_same_bits_on_every_run(options, dtype):
     for _ in range(5):
         again = results(*call, query_order=order, **options)
         assert all(map(torch.equal, again, first))
-
-
-def test_gradients_run_beside_saved_tensor_hooks():
-    """Catches autograd inside of the backward operator that refuses them, as `torch.func` does."""
-    tokens, _ = with_sinks()
-    expected = results(tokens, None, **THRESHOLD)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        found = results(tokens, None, **THRESHOLD)
-    assert all(map(torch.equal, found, expected))
 
 
 # By how much all keys are shifted, and a codeword that takes no key.
