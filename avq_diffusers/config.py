@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
-MOST_UPDATES = 100
 LARGEST_TOLERANCE = 0.5  # a larger error leaves nothing of the output; 2 meant as percent is 0.02
 LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and fill memory
@@ -40,7 +39,6 @@ class Spec:
             `num_parents`.
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form, without a threshold.
-        num_updates: Lloyd updates of the parents on the keys of each call, at most 100.
         query_tile: number of consecutive queries (in the query order) that share one choice of
             columns.
 
@@ -54,13 +52,11 @@ class Spec:
     threshold: float | None = None
     num_refined: int | None = None
     codewords: str = "means"
-    num_updates: int = 0
     query_tile: int = 128
 
     def __post_init__(self) -> None:
         check_int("num_parents", self.num_parents, 1, LARGEST_COUNT)
         check_int("num_children", self.num_children, 0, LARGEST_COUNT)
-        check_int("num_updates", self.num_updates, 0, MOST_UPDATES)
         check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
         if self.codewords not in CODEWORDS:
             raise ValueError(
@@ -101,8 +97,7 @@ class Spec:
     @property
     def long_name(self) -> str:
         """The configuration string and everything else that a call's time depends on."""
-        updates = f", {self.num_updates} updates" if self.num_updates else ""
-        return f"{self}, tiles of {self.query_tile}{updates}"
+        return f"{self}, tiles of {self.query_tile}"
 
     @property
     def means(self) -> bool:
@@ -183,8 +178,7 @@ class AVQConfig(Spec):
     """Configuration of AVQ attention: the options of its calls, and the layers that make them.
 
     Args:
-        num_parents, num_children, threshold, num_refined, codewords, num_updates, query_tile: as in
-            `Spec`.
+        num_parents, num_children, threshold, num_refined, codewords, query_tile: as in `Spec`.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the grid's tokens.
         levels: UNet levels whose self-attention is replaced, where it has any; 0 is the highest
             resolution, and all of a transformer.

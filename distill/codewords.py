@@ -3,7 +3,7 @@
 M64C8T1e-4               a threshold, with codewords from the keys of each call
 M64P16C8, M192           codewords from a codebook: the paper's form, and flat VQ
 M64P16C8/means           mean keys in place of a codebook's codewords
-M64P16C8/own, .../own1   codewords from the keys of each call; with one update
+M64P16C8/own             codewords from the keys of each call
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 from avq_diffusers import AVQConfig
 from avq_diffusers.config import sizes_of
 
-FORM = re.compile(r"(.+?)(?:/(?:(means)|own(\d*)))?")
+FORM = re.compile(r"(.+?)(?:/(means|own))?")
 
 
 def parse_codewords(name: str, **fields: Any) -> tuple[AVQConfig, bool]:
@@ -25,8 +25,7 @@ def parse_codewords(name: str, **fields: Any) -> tuple[AVQConfig, bool]:
     Raises:
         ValueError: the name is malformed.
     """
-    sizes, means, updates = FORM.fullmatch(name).groups()
-    own = updates is not None or ("threshold" in sizes_of(sizes) and not means)
-    codewords = "means" if own or means else "stored"
-    config = AVQConfig.parse(sizes, codewords=codewords, num_updates=int(updates or 0), **fields)
-    return config, own
+    sizes, form = FORM.fullmatch(name).groups()
+    own = form == "own" or ("threshold" in sizes_of(sizes) and form is None)
+    codewords = "means" if own or form else "stored"
+    return AVQConfig.parse(sizes, codewords=codewords, **fields), own

@@ -203,10 +203,9 @@ class DistillConfig(Config):
 
     def _check_codewords(self) -> None:
         if self.avq.codewords == "stored":
-            if self.avq.num_updates or self.codebooks is None:
+            if self.codebooks is None:
                 raise ValueError(
-                    "with avq.codewords: stored, training learns the codewords; set codebooks, and "
-                    "avq.num_updates to 0."
+                    "with avq.codewords: stored, training learns the codewords; set codebooks."
                 )
             return
         unused = {

@@ -21,7 +21,6 @@ OPTIONS = {
     "threshold": None,
     "num_refined": 2,
     "codewords": "stored",
-    "num_updates": 0,
     "sink_key": None,
     "sink_value": None,
     "query_tile": 16,

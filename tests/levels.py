@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.attention import torch_forward
-from avq_diffusers.attention.guarded import _codewords
+from avq_diffusers.attention.guarded import stored_codes
 from avq_diffusers.attention.operators import by_pytorch
 from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.config import Spec
@@ -32,19 +32,22 @@ def _levels_of_kernels(tensors: Tensors, spec: Spec) -> Tensor:
     from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
 
     tensors = readable(tensors)
-    codewords = _codewords(tensors, spec)
+    stored = stored_codes(tensors)
+
+    parts = []
 
     def plan_of(problem: Problem) -> Plan:
         memory, given = Memory(len(Given._fields)), problem.pointers()
         precompute = precompute_launches(problem, given, memory)
         tiling = attention.attention_tiling(problem)
         tiles = attention.query_tiles(problem, given, precompute, memory, tiling, levels=True)
-        launches = [*precompute.launches, tiles.select]
-        return Plan(memory, launches, tiles.arguments["columns"].level)
+        level = tiles.arguments["columns"].level
+        parts.append(memory.parts[level.place - memory.num_given])
+        return Plan(memory, [*precompute.launches, tiles.select])
 
-    problem = Problem.of(tensors, *codewords, spec)
-    levels = call.run_fitting(plan_of, problem, given_by(tensors, *codewords))
-    assert levels is not None
+    problem = Problem.of(tensors, stored, spec)
+    allocation = call.run_fitting(plan_of, problem, given_by(tensors, stored))
+    levels = parts[-1].of(allocation)
     _, parent_rows, child_rows = problem.padded_sizes
     rows = parent_rows, parent_rows, spec.num_parents * child_rows
     cells, stay, children = levels.split(rows, dim=-1)

@@ -142,20 +142,7 @@ class Problem:
                 rounds = backend == "triton"
                 stored = self.rounded_codebook() if rounds else self.codebook
                 inputs = inputs.with_codebook(stored.to(dtype=torch.float64))
-            elif backend == "triton" and spec.num_updates:
-                parents = self.updated_parents(wide["key"].detach())
-                inputs, spec = inputs._replace(parents=parents), replace(spec, num_updates=0)
             return reference.avq_attention(inputs, spec), choices
-
-    def updated_parents(self, key: Tensor) -> Tensor:
-        """(B, H, M0, D) parents from keys in float64, rounded as by the kernels."""
-        parents = reference.spaced_keys(key, self.options["num_parents"], self.call()[0].key_order)
-        for _ in range(self.options["num_updates"]):
-            cell = reference.nearest(key, parents)
-            means = reference._means(key, cell, parents)
-            parents = means.where(reference._counts(cell, parents) > 0, parents)
-            parents = parents.to(self.dtype).double()
-        return parents
 
     def rounded_codebook(self) -> Codebook:
         """The codewords that the kernels use, in float64."""
@@ -220,7 +207,7 @@ class Choices(TorchFunctionMode):
         return patch.multiple(reference, resolution=resolution, select=select)
 
     def clear_keys(self) -> Tensor:
-        """(B, H, S) keys whose choices, also in updates, no rounding can change."""
+        """(B, H, S) keys whose choices no rounding can change."""
         *of_parents, of_leaves = self.distances
         clear = self._beats_the_next(of_leaves, may_be_equal=True)
         for distance in of_parents:
@@ -405,7 +392,6 @@ def _draw_numbers(rng: Random, most: int, fixed: dict[str, Any]) -> dict[str, An
     )
     if drawn["threshold"] is not None:
         drawn["num_refined"] = None
-    draw("num_updates", 0, 0, 1, 2)
     draw("query_tile", 1, 7, 16, 16, 128, rng.randint(1, 400))
     draw("scale", None, None, 0.01, 0.1, 0.5)
     draw("query_order", None, torch.int32, torch.int64)

@@ -66,7 +66,7 @@ def test_sizes_have_names():
 )
 def test_an_operator_gets_every_option(options):
     """Catches a field that an operator's schema loses."""
-    spec = Spec(num_parents=9, num_children=2, num_updates=5, query_tile=6, **options)
+    spec = Spec(num_parents=9, num_children=2, query_tile=6, **options)
     assert Spec.of_numbers(spec.numbers, spec.threshold) == spec
     assert len({*spec.numbers}) == len(spec.numbers)
 
@@ -151,9 +151,9 @@ def test_parse_takes_one_resolution(text):
             "num_refined must be 0 without children (flat VQ), but got 4.",
         ),
         (
-            {"num_updates": 2**31},
+            {"num_parents": 2**31},
             ValueError,
-            "num_updates must be at most 100, but got 2147483648.",
+            "num_parents must be at most 2147483647, but got 2147483648.",
         ),
         (
             {"codewords": "own"},

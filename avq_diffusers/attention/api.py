@@ -27,7 +27,6 @@ def avq_attention(
     threshold: float | None = None,
     num_refined: int | None = None,
     codewords: str = "means",
-    num_updates: int = 0,
     sink_key: Tensor | None = None,
     sink_value: Tensor | None = None,
     query_tile: int = 128,
@@ -83,7 +82,6 @@ def avq_attention(
             VQ-attention.
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
-        num_updates: Lloyd updates that first move the parents to the means of their keys.
         sink_key, sink_value: (B, H, T, D), dtype and device of `query`: keys that every query
             attends to exactly, such as the text tokens of a joint attention. They do not affect
             codewords or importance, and attention to them leaves less for a threshold to resolve.
@@ -126,7 +124,6 @@ def avq_attention(
         threshold=threshold,
         num_refined=num_refined,
         codewords=codewords,
-        num_updates=num_updates,
         query_tile=query_tile,
     )
     return attend(tensors, spec, backend).output

@@ -30,9 +30,7 @@ def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         found = guarded(
             tensors,
             spec,
-            lambda *codewords: kernels().gradients.kernel_gradients(
-                grad_output, tensors, *codewords, spec
-            ),
+            lambda stored: kernels().gradients.kernel_gradients(grad_output, tensors, stored, spec),
             lambda part: _by_pytorch(grad_output[-len(part.query) :], part, spec, every),
             of="gradients",
         )

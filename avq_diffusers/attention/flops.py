@@ -46,7 +46,6 @@ def _first_order(query: Sequence[int], num_keys: int, spec: Spec) -> int:
 
 
 def _assignment(query: Sequence[int], num_keys: int, spec: Spec) -> int:
-    """Each key with all parents, once more per update, then with its parent's children."""
+    """Each key with all parents, then with its parent's children."""
     batch, heads, _, dim = query
-    codewords = (1 + spec.num_updates) * spec.num_parents + spec.num_children
-    return 2 * batch * heads * num_keys * dim * codewords
+    return 2 * batch * heads * num_keys * dim * (spec.num_parents + spec.num_children)

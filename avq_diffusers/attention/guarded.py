@@ -22,20 +22,20 @@ _NOTHING = nullcontext()
 def guarded(
     tensors: Tensors,
     spec: Spec,
-    run: Callable[[StoredCodes | None, Tensor | None], list[Tensor]],
+    run: Callable[[StoredCodes | None], list[Tensor]],
     expected: Callable[[Tensors], list[Tensor]],
     of: str = "attention",
 ) -> list[Tensor] | None:
     """The results of kernels; None if they exceed the GPU's resources or are wrong.
 
     Args:
-        run: launches the kernels; takes stored codewords or updated parents, at most one of them.
+        run: launches the kernels; takes stored codewords in their form, if there are any.
         expected: the first results for some batch elements, by PyTorch.
         of: what is computed, for `self_check`.
     """
     with _current(tensors.query.device):
         try:
-            found = run(*_codewords(tensors, spec))
+            found = run(stored_codes(tensors))
         except kernels().OutOfResources as error:
             warnings.warn(f"AVQ runs in PyTorch for calls like this one: {error}", stacklevel=4)
             fault = f"the kernels exceed this GPU's resources: {error}"
@@ -55,11 +55,9 @@ def kernels() -> SimpleNamespace:
     """The modules that launch kernels; importing them needs Triton."""
     from triton.runtime.errors import OutOfResources
 
-    from avq_diffusers.attention.triton import call, gradients, updates
+    from avq_diffusers.attention.triton import call, gradients
 
-    return SimpleNamespace(
-        call=call, gradients=gradients, updates=updates, OutOfResources=OutOfResources
-    )
+    return SimpleNamespace(call=call, gradients=gradients, OutOfResources=OutOfResources)
 
 
 def _current(device: torch.device) -> AbstractContextManager:
@@ -68,11 +66,8 @@ def _current(device: torch.device) -> AbstractContextManager:
     return _NOTHING if is_current else torch.cuda.device(device)
 
 
-def _codewords(tensors: Tensors, spec: Spec) -> tuple[StoredCodes | None, Tensor | None]:
-    """Stored codewords or updated parents, in the kernels' form; at most one of the two."""
-    if tensors.parents is not None and tensors.children is not None:
-        dtype = tensors.key.dtype
-        return packed_codewords(tensors.parents, tensors.children, tensors.scale, dtype), None
-    if spec.num_updates == 0:
-        return None, None
-    return None, kernels().updates.updated_parents(tensors.key, tensors.key_order, spec)
+def stored_codes(tensors: Tensors) -> StoredCodes | None:
+    """Stored codewords in the kernels' form; None without a codebook."""
+    if tensors.parents is None or tensors.children is None:
+        return None
+    return packed_codewords(tensors.parents, tensors.children, tensors.scale, tensors.key.dtype)

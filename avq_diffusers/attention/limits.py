@@ -131,11 +131,6 @@ LIMITS: dict[str, dict[str, Limit]] = {
             "scale must be positive, but is {found}",
             operator.lt,
         ),
-        "updates of a codebook": Limit(
-            (0,),
-            lambda call, spec: None if call.parents is None else spec.num_updates,
-            "num_updates moves the parents of a codebook",
-        ),
         "dtype": Limit(
             (torch.float16, torch.bfloat16, torch.float32),
             lambda call, spec: call.query.dtype,
@@ -170,8 +165,8 @@ LIMITS: dict[str, dict[str, Limit]] = {
     "dense": {
         "codewords": Limit(
             (True,),
-            lambda call, spec: not (spec.means or spec.num_updates or call.sink_key is not None),
-            "it needs stored codewords, no updates and no sink keys",
+            lambda call, spec: not (spec.means or call.sink_key is not None),
+            "it needs stored codewords and no sink keys",
         ),
         "tiles": Limit(
             (),

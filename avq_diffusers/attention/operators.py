@@ -31,7 +31,7 @@ def by_pytorch(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
 def by_kernels(tensors: Tensors, spec: Spec, call: Settled) -> tuple[Tensor, Tensor]:
     """`by_pytorch` by kernels, unless `guarded` rules them out.
 
-    Without a codebook or updates, later calls repeat the first one's launches.
+    Without a codebook, later calls repeat the first one's launches.
     """
     if call.repeat is not None and tensors.query.device.index == torch.cuda.current_device():
         repeated = call.repeat(tensors)
@@ -40,20 +40,20 @@ def by_kernels(tensors: Tensors, spec: Spec, call: Settled) -> tuple[Tensor, Ten
     found = guarded(
         tensors,
         spec,
-        lambda *codewords: list(kernels().call.kernel_attention(tensors, *codewords, spec)),
+        lambda stored: list(kernels().call.kernel_attention(tensors, stored, spec)),
         lambda part: [by_pytorch(part, spec)[0]],
     )
     if found is None:
         return by_pytorch(tensors, spec)
-    if call.repeat is None and _is_repeatable(tensors, spec):
+    if call.repeat is None and _is_repeatable(tensors):
         call.repeat = kernels().call.repetition(tensors, spec)
     return found[0], found[1]
 
 
-def _is_repeatable(tensors: Tensors, spec: Spec) -> bool:
-    """Whether launches are all of a call, and have been checked, as in a CUDA graph they may not
-    be."""
-    is_whole = tensors.parents is None and spec.num_updates == 0  # no table, no launch before
+def _is_repeatable(tensors: Tensors) -> bool:
+    """Whether launches are all of a call, which has no table then, and have been checked, as in a
+    CUDA graph they may not be."""
+    is_whole = tensors.parents is None
     return is_whole and tensors.query.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 

@@ -4,8 +4,10 @@
 are concatenated. Keys and values are never reordered.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ def query_order(
     device = torch.empty(0).device if device is None else torch.device(device)
     if torch.compiler.is_compiling():
         return _query_order_op(height, width, kind, device, frames)
-    return _cached_order(height, width, kind, device, frames)
+    return _cached(_build_order, height, width, kind, device, frames)
 
 
 def joint_order(order: Tensor, num_text: int, *, text_first: bool) -> Tensor:
@@ -67,7 +69,7 @@ def joint_order(order: Tensor, num_text: int, *, text_first: bool) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _build_joint_order(order, num_text, text_first)
-    return _cached_joint_order(order, num_text, text_first)
+    return _cached(_build_joint_order, order, num_text, text_first)
 
 
 def _build_joint_order(order: Tensor, num_text: int, text_first: bool) -> Tensor:
@@ -77,17 +79,11 @@ def _build_joint_order(order: Tensor, num_text: int, text_first: bool) -> Tensor
     return torch.cat([order, text + order.shape[0]])
 
 
-@lru_cache(maxsize=64)
-def _cached_joint_order(order: Tensor, num_text: int, text_first: bool) -> Tensor:
-    with ThreadPoolExecutor(max_workers=1) as worker:  # as in `_cached_order`
-        return worker.submit(_build_joint_order, order, num_text, text_first).result()
-
-
 @torch.library.custom_op("avq_diffusers::query_order", mutates_args=())
 def _query_order_op(
     height: int, width: int, kind: str, device: torch.device, frames: int = 1
 ) -> Tensor:
-    return _cached_order(height, width, kind, device, frames).clone()
+    return _cached(_build_order, height, width, kind, device, frames).clone()
 
 
 @_query_order_op.register_fake
@@ -95,12 +91,12 @@ def _(height: int, width: int, kind: str, device: torch.device, frames: int = 1)
     return torch.empty(frames * height * width, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=64)
-def _cached_order(height: int, width: int, kind: str, device: torch.device, frames: int) -> Tensor:
+@lru_cache(maxsize=128)
+def _cached(build: Callable[..., Tensor], *arguments: Any) -> Tensor:
     # A cached tensor outlives inference mode, fake tensor modes and CUDA graph pools. These are all
     # per thread, so a new thread has none of them.
     with ThreadPoolExecutor(max_workers=1) as worker:
-        return worker.submit(_build_order, height, width, kind, device, frames).result()
+        return worker.submit(build, *arguments).result()
 
 
 def _build_order(height: int, width: int, kind: str, device: torch.device, frames: int) -> Tensor:

@@ -16,7 +16,6 @@ from avq_diffusers.codebook.assignment import (
     Groups,
     centre_of,
     grouped,
-    leaf_sums,
     nearest_leaves,
     nearest_parents,
 )
@@ -47,8 +46,6 @@ def assigned(tensors: Tensors, spec: Spec) -> Assigned:
     centre = centre_of(parents)
     key = torch.sub(key, centre, out=torch.empty(key.shape, dtype=parents.dtype, device=key.device))
     parents = parents - centre
-    for _ in range(spec.num_updates):
-        parents = updated(key, parents)
     cells = grouped(nearest_parents(key, parents), spec.num_parents)
     if tensors.children is None:
         children = cell_keys(key, cells, parents, spec.num_children)
@@ -64,13 +61,6 @@ def spaced_keys(key: Tensor, key_order: Tensor | None, num_parents: int) -> Tens
     if key_order is not None:
         place = key_order[place].long()
     return key[:, place]
-
-
-def updated(key: Tensor, parents: Tensor) -> Tensor:
-    """Parents (H, M0, D) at the means of their keys (H, S, D); those without keys stay."""
-    key_sums, counts = leaf_sums(key, nearest_parents(key, parents), parents.shape[1])
-    mean_keys = key_sums / counts.clamp(min=1)[..., None]
-    return mean_keys.where(counts[..., None] > 0, parents)
 
 
 def cell_keys(key: Tensor, cells: Groups, parents: Tensor, num_children: int) -> Tensor:

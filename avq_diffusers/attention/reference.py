@@ -72,7 +72,7 @@ def avq_attention(tensors: Tensors, spec: Spec) -> Tensor:
 
     Args:
         tensors: the inputs; a codebook has the dtype of `query` or a wider one.
-        spec: the options; with a codebook, `num_updates` is 0 or moves its parents.
+        spec: the options.
 
     Returns:
         (B, H, N, D) in the order of `query`.
@@ -258,9 +258,6 @@ def quantized(tensors: Tensors, spec: Spec) -> Quantized:
         parents = spaced_keys(fixed_key, spec.num_parents, tensors.key_order)
     else:
         parents = parents.detach().expand(len(key), -1, -1, -1)
-    for _ in range(spec.num_updates):
-        cell = nearest(fixed_key, parents)
-        parents = torch.where(_counts(cell, parents) > 0, _means(fixed_key, cell, parents), parents)
     if children is None:
         children = cell_keys(fixed_key, nearest(fixed_key, parents), parents, spec.num_children)
     else:

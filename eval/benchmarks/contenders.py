@@ -146,7 +146,7 @@ class Bench:
 
         suffix = f", {num_sinks} sinks" if num_sinks else ""
         has_stored = own and config.num_refined is not None
-        stored = replace(config, codewords="stored", num_updates=0) if has_stored else None
+        stored = replace(config, codewords="stored") if has_stored else None
         return Contender(
             method_name(config, own=own) + suffix,
             run,

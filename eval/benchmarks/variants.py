@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from avq_diffusers.attention.limits import LIMITS, matrix_instructions
-from avq_diffusers.attention.triton import call, gradients, updates
+from avq_diffusers.attention.triton import call, gradients
 from avq_diffusers.attention.triton.launch import Launch, Pointer, each
 from avq_diffusers.attention.triton.problem import Layout, Problem
-from eval.methods.registry import parse_method
+from distill.codewords import parse_codewords
 from eval.store.markdown import markdown_table, rows_table
 
 Row = dict[str, Any]
@@ -46,8 +46,8 @@ What Triton compiles each kernel to, for GPUs that were not at hand. A kernel sh
 {MOST_SPILLED:.0%} of its instructions and fit the GPU's shared memory; one that does not is slower
 there, or does not start.
 
-- *Call* is the configuration; `/own1` updates its codewords once. *Sinks* are keys that every query
-  attends to exactly. *sm_86* is compute capability 8.6, and so on.
+- *Call* is the configuration; in older results, `/own1` updated its codewords once. *Sinks* are
+  keys that every query attends to exactly. *sm_86* is compute capability 8.6, and so on.
 - *Registers* are per thread, at most 255. *Spilled* is the share of instructions that move
   registers to memory and back.
 - *Stack* is in bytes per thread; *shared KiB* and *tensor memory* (in columns, at most 512) are per
@@ -152,9 +152,9 @@ def _worst(rows: Sequence[Row]) -> str:
 
 
 def launches(case: Case) -> list[Launch]:
-    """All launches of a call: the forward pass, updates of parents and, if served, gradients."""
-    method = parse_method(case.method, levels=(0,))
-    config, device, order = method.config, torch.device("cpu"), torch.int64
+    """All launches of a call: the forward pass and, if served, gradients."""
+    config, is_own = parse_codewords(case.method)
+    device, order = torch.device("cpu"), torch.int64
     tokens, sinks = (
         Layout(
             torch.Size((BATCH, HEADS, number, case.head_dim)),
@@ -172,17 +172,12 @@ def launches(case: Case) -> list[Launch]:
         value=tokens,
         sinks=(sinks, sinks) if case.sinks else None,
         query_order=order,
-        key_order=order if method.own else None,
-        is_stored=not method.own,
-        has_parents=spec.num_updates > 0,
+        key_order=order if is_own else None,
+        is_stored=not is_own,
         spec=spec,
         scale=0.1,
     )
     found = list(call._plan(problem).launches)
-    gpu = device, problem.capability
-    for index in range(spec.num_updates):
-        plan = updates._plan(*gpu, case.dtype, tokens, order, index > 0, spec)
-        found += plan.launches
     if gradients.serves(torch.empty(0, dtype=case.dtype), means=spec.means):
         found += gradients._plan(problem, tokens).launches
     return found

@@ -106,7 +106,7 @@ def bench_variants_command(
     head_dims: Annotated[str, typer.Option(help="Head dims.")] = "40,64,80,128",
     methods: Annotated[
         str, typer.Option(help="Configurations, with stored codewords or with /own.")
-    ] = "M64P16C8,M64P16C8/own1,M64C8T1e-4",
+    ] = "M64P16C8,M64P16C8/own,M64C8T1e-4",
     sinks: Annotated[str, typer.Option(help="Numbers of sink keys.")] = "0,333",
     output: Output = RESULTS,
 ) -> None:

@@ -20,9 +20,8 @@ VIT = "vit"
 VIT_FOLDER = RESULTS / VIT
 METHODS = (
     "exact,value-projection,M192,M384,M64P16C8,M128P32C8,M192/means,M384/means,M64P16C8/means,"
-    "M128P32C8/means,M192/own,M384/own,M768/own,M192/own1,M384/own1,M64P16C8/own,M64P32C8/own,"
-    "M128P32C8/own,M256P64C8/own,M64P16C8/own1,M64P32C8/own1,M128P32C8/own1,M256P64C8/own1,"
-    "M64P16C8/own2,M128P32C8/own2,M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5"
+    "M128P32C8/means,M192/own,M384/own,M768/own,M64P16C8/own,M64P32C8/own,M128P32C8/own,"
+    "M256P64C8/own,M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5"
 )
 
 app = typer.Typer()
@@ -33,12 +32,12 @@ def keys_command(
     methods: Annotated[
         str | None,
         typer.Option(
-            show_default="some 30",
+            show_default="some 20",
             help="Comma-separated: configurations with stored codewords (M64P16C8, M192), mean "
             "keys (M64P16C8/means; neither for diffusers transformers), or codewords from the "
-            "call's own keys: with a threshold (M64C8T1e-4), or the paper's sizes with or without "
-            "Lloyd updates (M64P16C8/own, M64P16C8/own1); exact, value-projection; on "
-            "a GPU also peers with their own kernels, pisa@.15 and sol@1.3.",
+            "call's own keys: with a threshold (M64C8T1e-4), or the paper's sizes (M64P16C8/own); "
+            "exact, value-projection; on a GPU also peers with their own kernels, pisa@.15 and "
+            "sol@1.3.",
         ),
     ] = None,
     model: Annotated[

@@ -13,7 +13,7 @@ from distill.codewords import parse_codewords
 from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
 
 LEVELS = (0, 1)
-FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/own\d*)?")
+FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/own)?")
 
 
 class Configuration(AttentionMethod):
@@ -45,8 +45,6 @@ class Configuration(AttentionMethod):
         parts = ["AVQ" if config.num_children else "flat VQ", "own" if self.own else "stored"]
         if not self.own and config.codewords == "means":
             parts.append("mean keys")
-        if config.num_updates:
-            parts.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
         if config.threshold is not None:
             parts.append("threshold")
         return ", ".join(parts)
@@ -73,11 +71,9 @@ def source_of(name: str) -> str:
 
 
 def config_label(config: AVQConfig, *, own: bool = False) -> str:
-    """Sizes and form of the codewords: `M64C8T1e-4`, `M64P16C8`, `M64/means`, `M64P16C8/own1`."""
-    if own and config.threshold is not None and not config.num_updates:
-        return str(config)
+    """Sizes and form of the codewords: `M64C8T1e-4`, `M64P16C8`, `M64/means`, `M64P16C8/own`."""
     if own:
-        return f"{config}/own{config.num_updates or ''}"
+        return str(config) if config.threshold is not None else f"{config}/own"
     return f"{config}/means" if config.codewords == "means" else str(config)
 
 
@@ -93,9 +89,7 @@ def method_name(config: AVQConfig, *, own: bool = False) -> str:
         forms.append(f"threshold {str(config).rpartition('T')[2]}")
     elif own:
         forms.append("own codewords")
-    if own and config.num_updates:
-        forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
-    elif not own and config.codewords == "means":
+    if not own and config.codewords == "means":
         forms.append("mean keys")
     return ", ".join([name, *forms])
 

@@ -27,7 +27,7 @@ from eval.methods.registry import check_place, parse_method, parse_word
 from eval.methods.running import avq_in, layers_run_by, network_of
 from eval.store.report import folder_digest
 
-COMPUTATION = ("num_updates", "query_tile", "query_order", "key_norm")
+COMPUTATION = ("query_tile", "query_order", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # its noise is shared with no image of a table
 
 

@@ -153,12 +153,11 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
     "changes",
     [
         {"codewords": "means"},
-        {"num_updates": 1},
         OWN_SIZES,
         THRESHOLD,
         {"sink_key": KEY, "sink_value": VALUE},
         {"num_refined": 2},
-        {"num_refined": 2, "num_updates": 1},
+        {"num_refined": 2, "codewords": "means"},
     ],
     ids=lambda x: str(list(x)),
 )
@@ -167,7 +166,7 @@ def test_the_dense_way_says_every_limit_that_fails(changes):
     arguments = {"codebook": CODEBOOK, "num_refined": 6, "backend": "dense"} | changes
     reasons = []
     if changes != {"num_refined": 2}:
-        reasons.append("it needs stored codewords, no updates and no sink keys")
+        reasons.append("it needs stored codewords and no sink keys")
     if changes.get("num_refined"):
         reasons.append("num_refined must be 0 or all 6 parents, but is 2")
     message = f'backend="dense" cannot run: {"; ".join(reasons)}.'
@@ -242,7 +241,7 @@ NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, T
     ("options", "needs_grad"),
     [
         ({"query_order": None, "num_refined": 0}, ALL_GRAD),
-        (OWN | {"num_updates": 1}, SOME_GRAD),
+        (OWN, SOME_GRAD),
         (RESOLVED, NO_GRAD),
     ],
     ids=lambda x: str(list(x)),
@@ -387,12 +386,10 @@ class TestFlops:
             run()
         return counter.get_total_flops()
 
-    @pytest.mark.parametrize(
-        ("num_children", "num_refined", "num_updates"), [(2, 3, 0), (0, 0, 1), (2, None, 0)]
-    )
+    @pytest.mark.parametrize(("num_children", "num_refined"), [(2, 3), (0, 0), (2, None)])
     @pytest.mark.parametrize("num_sinks", [0, 5])
-    def test_by_hand(self, num_children, num_refined, num_updates, num_sinks):
-        """Catches operators without a formula, sinks and updates left out, and heads or batch."""
+    def test_by_hand(self, num_children, num_refined, num_sinks):
+        """Catches operators without a formula, sinks left out, and heads or batch."""
         batch, heads, num_tokens, dim = 2, 3, 100, 8
         shape = batch, heads, num_tokens, dim
         query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
@@ -401,11 +398,11 @@ class TestFlops:
         def run():
             return avq_attention(
                 query, key, value, codewords="means", num_parents=4, num_children=num_children,
-                num_refined=num_refined, num_updates=num_updates, sink_key=sinks, sink_value=sinks,
+                num_refined=num_refined, sink_key=sinks, sink_value=sinks,
             )  # fmt: skip
 
         entries = batch * heads * num_tokens * dim
-        assignment = 2 * entries * (4 * (1 + num_updates) + num_children)
+        assignment = 2 * entries * (4 + num_children)
         product = 2 * entries * (4 + (num_refined or 0) * num_children + num_sinks)
         term = 2 * entries * dim * 2
         assert self.count(run) == assignment + 2 * product + term

@@ -67,22 +67,15 @@ FINE_0, COARSE_0 = {0: 5.0, 1: 0.5, 2: 2.0, 7: 0.5}, dict.fromkeys((0, 1, 2, 7),
 # the parent, where 10, 12 and 16 stay: their mean is 38 / 3.
 FINE_1 = {3: 38 / 3, 4: 38 / 3, 5: 9.0, 6: 38 / 3}
 COARSE_1 = dict.fromkeys((3, 4, 5, 6), 47 / 4)
-# An update moves the parents to 2 and 47 / 4. Of cell 0, only 5 is still closer to a child; 2 is as
-# close to the parent. Of cell 1, 10 and 9 are children, 12 and 16 stay.
-UPDATED_0 = {0: 5.0, 1: 1.0, 2: 1.0, 7: 1.0}
-UPDATED_1 = {3: 10.0, 4: 14.0, 5: 9.0, 6: 14.0}
 
 
 @pytest.mark.parametrize("num_others", [0, 4])
-@pytest.mark.parametrize(
-    ("num_updates", "fine"), [(0, FINE_0 | FINE_1), (1, UPDATED_0 | UPDATED_1)]
-)
-def test_eight_keys_by_hand(backend, num_updates, fine, num_others):
+def test_eight_keys_by_hand(backend, num_others):
     """Catches parents in the order of keys, children in the query order or by distance, a child
-    that wins when it is as close as the parent, cells that are not averaged, and updates that move
-    no parent. With queries of other tokens, the keys have an order of their own."""
+    that wins when it is as close as the parent, and cells that are not averaged. With queries of
+    other tokens, the keys have an order of their own."""
     order = torch.arange(7, -1, -1)
-    coarse = COARSE_0 | COARSE_1
+    coarse, fine = COARSE_0 | COARSE_1, FINE_0 | FINE_1
     # The first tile, queries 7 to 4, looks at large keys and refines cell 1.
     query = torch.tensor([-0.2, -0.4, -0.1, -0.3, 0.1, 0.3, 0.2, 0.4], dtype=FP64)
     value = torch.eye(8, dtype=FP64)
@@ -107,7 +100,6 @@ def test_eight_keys_by_hand(backend, num_updates, fine, num_others):
         num_parents=2,
         num_children=2,
         num_refined=1,
-        num_updates=num_updates,
         query_tile=4,
         query_order=torch.cat([torch.arange(8, 8 + num_others), order]),  # others have a tile
         key_order=order if num_others else None,
@@ -301,10 +293,6 @@ IS_EXACT = {
     "every key a parent": lambda: every_key_a_parent(STORED, 0),
     "every key a parent, means": lambda: every_key_a_parent(MEANS, 5),
     "every key a child": far_cells,
-    # Cells that are divided by their keys.
-    "updated parents without keys": lambda: (
-        usual(OWN, queries=13, keys=7) | {"num_parents": 11, "num_updates": 1}
-    ),
     # Codewords in place of means.
     "constant keys in every leaf": constant_leaves,
     "all keys exact": lambda: all_exact(OWN),
@@ -449,13 +437,12 @@ def test_tiled_importance_extrapolates_the_denominator(importance_tile):
 
 
 @pytest.mark.parametrize("form", [OWN, MEANS])
-@pytest.mark.parametrize("num_updates", [0, 1])
-def test_gradients_through_means_are_those_of_finite_differences(num_updates, form):
+def test_gradients_through_means_are_those_of_finite_differences(form):
     """With means, no gradient is straight through: a small step changes no assignment."""
     sizes = {"queries": 7, "head_dim": 3, "parents": 3, "children": 2}
     *inputs, codebook = make_case(batch=1, heads=1, **sizes)
     options = {"num_parents": 3, "num_children": 2, "num_refined": 1, "query_tile": 4}
-    options |= {"codebook": None if form == OWN else codebook, "num_updates": num_updates}
+    options |= {"codebook": None if form == OWN else codebook}
     tokens = [x.detach().requires_grad_() for x in inputs]
     torch.autograd.gradcheck(lambda *x: avq_attention(*x, backend="reference", **options), tokens)
 

@@ -74,7 +74,7 @@ def test_kernels_solve_any_large_problem(part):
 USUAL = {
     **{"batch": 1, "heads": 2, "queries": 28, "head_dim": 8, "kind": "clustered", "num_sinks": 0},
     **{"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16, "scale": None},
-    **{"has_codebook": False, "codewords": "means", "num_updates": 0, "threshold": None},
+    **{"has_codebook": False, "codewords": "means", "threshold": None},
     **{"query_order": torch.int64, "key_order": None},
 }
 STORED = {"has_codebook": True, "codewords": "stored"}
@@ -88,8 +88,6 @@ HARD = {
     "flat": {"num_refined": 0, "num_children": 0},
     "most parents of one key": {"queries": 30, "num_parents": 25, "num_refined": 17},
     "more children than a warp": {"num_children": 20, "num_parents": 3, "keys": 90},
-    "updated parents": {"num_updates": 1, "num_parents": 13},
-    "one parent, updated": {"num_updates": 1, "num_parents": 1, "num_refined": 1},
     "stored codewords": STORED,
     "stored, all refined": STORED | {"num_refined": 6},
     "empty parents": STORED | {"kind": "empty parents", "num_parents": 13},
@@ -111,11 +109,9 @@ FOR_PYTORCH = {
     "more keys than queries": {"keys": 70},
     "all parents refined": {"num_refined": 6},
     "none refined": {"num_refined": 0},
-    "parents updated twice, in chunks of keys": {"num_updates": 2, "keys": 600, "num_refined": 0},
     "means of a codebook": {"has_codebook": True},
     "stored, flat": STORED | {"num_children": 0, "num_refined": 0, "num_parents": 40},
     "a threshold": {"threshold": 0.01},
-    "a threshold, updated parents": {"threshold": 0.01, "num_updates": 1, "num_parents": 13},
     "one query and one key": {"queries": 1, "num_parents": 1, "num_refined": 1},
     "tiles of one query": {"queries": 9, "query_tile": 1},
     "tile above any memory": {"query_tile": 10**9},
@@ -124,8 +120,6 @@ FOR_PYTORCH = {
     "nearly one-hot attention": {"scale": 5.0},
     "all keys exact": {"queries": 30, "threshold": 0.0},
     "more parents than keys": STORED | {"num_parents": 60, "num_refined": 25},
-    "stored codewords, updated": STORED
-    | {"num_updates": 1, "kind": "empty parents", "num_parents": 13, "head_dim": 2},
 }
 # `test_kernels.py` has head dim 40, orders of 32 bits, and logits of any size.
 FOR_KERNELS = {
@@ -136,7 +130,7 @@ FOR_KERNELS = {
     # On a GPU, gradients of its queries were once wrong.
     "large tile of keys only": {"queries": 36, "query_tile": 128, "num_parents": 2}
     | {"num_children": 0, "threshold": 0.0},
-    "few leaves of several keys, far from zero": {"kind": "offset", "keys": 50, "num_updates": 2}
+    "few leaves of several keys, far from zero": {"kind": "offset", "keys": 50}
     | {"num_parents": 9, "num_children": 8, "threshold": 0.07},
 }
 
@@ -212,7 +206,6 @@ SPOILED = {
     "heads mixed": lambda x: {"value": x["value"].roll(1, dims=1)},
     "children ignored": lambda x: {"num_children": 0},
     "no first-order term": without_first_order,
-    "one update more": lambda x: {"num_updates": 1},
     "no exact keys": lambda x: {"threshold": 0.03},
     "every key exact": lambda x: {"threshold": 0.0},
     "sinks with values of others": lambda x: {"sink_value": x["sink_value"].flip(2)},

@@ -37,7 +37,6 @@ from avq_diffusers.attention.triton import (
     launcher,
     precompute,
     tuning,
-    updates,
 )
 from avq_diffusers.attention.triton import problem as launch_problem
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
@@ -58,7 +57,7 @@ def drawn(seed: int = 0, **fixed: object) -> Problem:
     """A random problem; `fixed` says what differs from this."""
     sizes = {"batch": 1, "heads": 1, "queries": 40, "keys": 50, "head_dim": 40, "num_sinks": 0}
     sizes |= {"num_parents": 12, "num_children": 4, "num_refined": 3, "threshold": None}
-    sizes |= {"query_tile": 32, "num_updates": 0, "has_codebook": False, "codewords": "means"}
+    sizes |= {"query_tile": 32, "has_codebook": False, "codewords": "means"}
     sizes |= {"kind": "clustered", "scale": None, "dtype": FP16, "query_order": torch.int64}
     return draw_problem(Random(seed), backend="triton", device=DEVICE, **sizes | fixed)
 
@@ -148,7 +147,7 @@ def test_any_blocks_have_the_same_gradients(columns, resolution, use):
     of_queries = AttentionTiling(1, 1, columns, columns, leaves=columns)
     of_columns = {"rows": columns, "keys": columns, "tiles": 2 if columns == 16 else 64}
     use(gradients={"attention": of_queries, **of_columns})
-    check(drawn(num_parents=20, num_sinks=17, queries=100, query_tile=16, **resolution))
+    check(drawn(num_parents=20, num_sinks=17, query_tile=16, **resolution))
 
 
 @pytest.mark.parametrize(("head_dim", "resolution"), [(72, {"threshold": 0.01}), (88, {})])
@@ -193,14 +192,6 @@ def test_keys_of_cells_in_pieces_are_shown(threshold, use):
     check(drawn(keys=260, num_parents=3, threshold=threshold, dtype=FP32, query_tile=16))
 
 
-def test_updated_parents_in_several_blocks():
-    found = drawn(keys=280, num_parents=140, num_refined=0, num_updates=2)
-    tensors, spec = found.call()
-    parents = updates.updated_parents(tensors.key, tensors.key_order, spec)
-    expected = found.updated_parents(tensors.key.double())
-    assert relative_error(parents, expected) < torch.finfo(FP16).eps
-
-
 @pytest.mark.parametrize("refined", [0, 3, 20])
 def test_a_logit_may_exceed_those_before_by_any_amount(refined, use):
     """Catches float16 weights that overflow, and sums that keep an earlier maximum."""
@@ -230,7 +221,7 @@ def test_all_keys_may_lie_far_below_their_parents(columns, refined, use):
     key = 0.6 * parents.repeat(1, 3, 1)[None]
     tokens = {"query": normal(1, 1, 40, 16), "key": key, "value": normal(1, 1, 60, 16)}
     options = {"num_parents": 20, "num_children": 1, "num_refined": refined, "query_tile": 32}
-    options |= {"codewords": "stored", "num_updates": 0, "threshold": None, "scale": None}
+    options |= {"codewords": "stored", "threshold": None, "scale": None}
     tokens = {name: x.to(DEVICE, FP16) for name, x in tokens.items()}
     codebook = Codebook(parents, parents[:, :, None] * 0.6).to(DEVICE)
     found = Problem(tokens, codebook, options)
@@ -313,7 +304,7 @@ def test_memory_of_gradients_is_linear_in_the_tokens(resolution):
     for tokens in (1 << 12, 1 << 14):
         layout = Layout(torch.Size((1, 2, tokens, 64)), (128 * tokens, 64, 128, 1))
         tensors, spec = drawn(num_parents=64, num_children=8, **resolution).call()
-        problem = launch_problem.Problem.of(tensors, None, None, spec)
+        problem = launch_problem.Problem.of(tensors, None, spec)
         problem = problem._replace(query=layout, key=layout, value=layout)
         sizes.append(gradients._plan(problem, layout)._size / tokens)
     assert sizes[1] < 1.1 * sizes[0]
@@ -325,7 +316,7 @@ def test_gradients_in_float32_keep_their_digits():
     grad = torch.linspace(-1, 1, tokens[0].numel()).to(tokens[0]).sin().view(tokens[0].shape)
     options = {"num_parents": 6, "num_children": 3, "threshold": 0.02, "query_tile": 16}
     spec, tensors = Spec(**options), Tensors.of(*tokens, scale=0.25)
-    found = gradients.kernel_gradients(grad, tensors, None, None, spec)
+    found = gradients.kernel_gradients(grad, tensors, None, spec)
     wide = [x.double().requires_grad_() for x in tokens]
     output = ops.avq_attention(*wide, backend="reference", **options)
     for gradient, target in zip(found, torch.autograd.grad(output, wide, grad), strict=True):
@@ -413,7 +404,6 @@ def test_packed_codewords_die_with_their_codebook():
         ({"scale": 0.0}, "scale must be positive, but is 0.0"),
         ({"scale": -1.0}, "scale must be positive, but is -1.0"),
         ({"query_tile": 200}, "query_tile must be at most 128"),
-        ({"num_updates": 1}, "num_updates moves the parents of a codebook"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said(change, message):

@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from avq_diffusers.attention.orders import _cached_order, joint_order, query_order
+from avq_diffusers.attention.orders import _build_order, _cached, joint_order, query_order
 
 LARGE_GRIDS = [(64, 64), (128, 128), (96, 64), (45, 80), (80, 45), (127, 50), (1, 300), (33, 257)]
 
 
 @pytest.fixture
 def empty_cache():
-    _cached_order.cache_clear()
+    _cached.cache_clear()
     yield
-    _cached_order.cache_clear()
+    _cached.cache_clear()
 
 
 def step_lengths(height, width):
@@ -76,7 +76,7 @@ def test_gilbert_tiles_are_compact_and_raster_tiles_are_not(height, width):
 
 def test_random_is_always_the_same():
     first = query_order(8, 8, "random").clone()
-    _cached_order.cache_clear()
+    _cached.cache_clear()
     torch.manual_seed(123)
     assert torch.equal(query_order(8, 8, "random"), first)
 
@@ -111,7 +111,7 @@ def test_op_passes_opcheck():
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_a_tensor_cached_inside_a_mode_works_outside_it(mode, empty_cache):
     with mode():
-        _cached_order(4, 4, "gilbert", torch.device("cpu"), 1)
+        _cached(_build_order, 4, 4, "gilbert", torch.device("cpu"), 1)
     order = query_order(4, 4)
     assert type(order) is torch.Tensor
     values = torch.randn(16, requires_grad=True)

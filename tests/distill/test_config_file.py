@@ -57,13 +57,13 @@ def test_a_profile_decides_the_sizes_of_layers(tmp_path):
         )
         for name, effect in (("up", 0.01), ("down", 0.5))
     ]
-    measured = AVQConfig(levels=(0, 1), num_updates=1)
+    measured = AVQConfig(levels=(0, 1), query_tile=64)
     profile = ErrorProfile(measured, tuple(layers), {1000: Part(1.0)}, (1e-4, 5e-4))
     profile.save(tmp_path / "profile.json")
     chosen = [f"avq.profile={tmp_path / 'profile.json'}", "avq.tolerance=0.02"]
     own = ["codebooks=null", "objective.commitment_weight=0"]
     config = distillation([*own, *chosen])
-    assert (config.avq.levels, config.avq.num_updates, config.avq.exact) == ((0, 1), 1, ("down",))
+    assert (config.avq.levels, config.avq.query_tile, config.avq.exact) == ((0, 1), 64, ("down",))
     assert str(config.avq.for_layer("up", 1)) == "M64C8T4.6e-4"
     save_config(config, tmp_path)
     assert load_config(tmp_path / "config.yaml", DistillConfig, []) == config
@@ -98,7 +98,7 @@ def test_a_file_starts_from_its_base(tmp_path):
 @pytest.mark.parametrize(
     ("row", "overrides", "message"),
     [
-        ("m64p16c8", ["avq.num_updates=1"], "training learns the codewords; set codebooks, and"),
+        ("m64p16c8", ["codebooks=null"], "training learns the codewords; set codebooks."),
         (
             "own_m64p16c8",
             ["avq.key_norm=true", "objective.diveq=true"],

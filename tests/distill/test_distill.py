@@ -60,7 +60,6 @@ from distill.run import Run, unsuited
 
 OWN_CODEWORDS = {
     "avq.codewords": "means",
-    "avq.num_updates": 1,
     "codebooks": "null",
     "objective.commitment_weight": 0,
 }

@@ -35,7 +35,7 @@ STORED = partial(AVQConfig, codewords="stored", levels=(0,))
 FLAT = STORED(num_parents=4, num_children=0, num_refined=0, query_tile=16)
 ALPHAS_CUMPROD = torch.linspace(1.0, 0.05, 1000) ** 2
 EMPTY = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(11))
-OWN = replace(CONFIG, codewords="means", num_updates=1)
+OWN = replace(CONFIG, codewords="means")
 # One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
 EXACT = STORED(
     num_parents=64,
@@ -472,8 +472,8 @@ def test_kept_keys_are_bounded():
 
 @pytest.mark.parametrize("config", [OWN, OWN.changed(threshold=0.3)], ids=["sizes", "threshold"])
 def test_gradients_are_those_of_the_definition(config):
-    """Catches gradients that stop, and keys, updates, levels of a threshold or an order that the
-    backward pass does not share. Stored codewords: `test_vision_attention.py`."""
+    """Catches gradients that stop, and keys, levels of a threshold or an order that the backward
+    pass does not share. Stored codewords: `test_vision_attention.py`."""
     trained, defined = (perturb(make_objective(config)) for _ in range(2))
     define(defined)
     losses = [objective(**make_batch()) for objective in (trained, defined)]

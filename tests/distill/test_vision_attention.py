@@ -136,11 +136,11 @@ def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
 
 
 def test_names():
-    for name in ("M64P16", "swim", "M8P2C4/mean", "M8P9C4"):
+    for name in ("M64P16", "swim", "M8P2C4/mean", "M8P2C4/own2", "M8P9C4"):
         with pytest.raises(ValueError, match=r"configuration|attention must be|num_refined"):
             parse_attention(name)
     assert parse_attention("exact", key_norm=True) == (None, False)
-    assert parse_attention("M8P2C4/own2")[0].num_updates == 2
+    assert parse_attention("M8P2C4/own")[1]
     assert not parse_attention("M8P2C4/means")[1]
     assert parse_attention("M8P2C4", key_norm=True)[0].key_norm
     assert not parse_attention("M8P2C4/own", key_norm=True)[0].key_norm

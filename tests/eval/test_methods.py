@@ -56,8 +56,8 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
     [
         ("M4C2T0.01@L01", AVQConfig.parse("M4C2T0.01", levels=(0, 1))),
         (
-            "M4C2T1e-4-up_blocks/own1",
-            AVQConfig.parse("M4C2T1e-4", levels=(0,), exact=("up_blocks",), num_updates=1),
+            "M4C2T1e-4-up_blocks/own",
+            AVQConfig.parse("M4C2T1e-4", levels=(0,), exact=("up_blocks",)),
         ),
         (
             "M4P1C2-up_blocks@P3/own",
@@ -155,7 +155,7 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert [method.origin for method in methods] == origins
     assert methods[-1].facts()["effective_codewords"] is None
     assert methods[-1].facts()["levels"] == [1]
-    method, own = prepare(two_level_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own1")
+    method, own = prepare(two_level_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own")
     assert method.facts()["config"] == "M4P1C2, up_blocks exact"
     assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
     mixed = AVQConfig.parse("M4P2C2", levels=(0, 1), overrides={"1": {"num_parents": 8}})
@@ -167,7 +167,7 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert Method("x", (0,), codebooks).unusual_fields == unusual
     assert own.facts() == {
         "method": own.name,
-        "config": "M4P1C2/own1, up_blocks exact",
+        "config": "M4P1C2/own, up_blocks exact",
         "origin": "own",
         "sha256": None,
         "levels": [0],

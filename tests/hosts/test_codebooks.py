@@ -137,7 +137,7 @@ class TestRoundTrip:
                 {"base_model": "tiny", "calibration": {"seed": 3, "layers": {LAYER: 0.5}}},
             ),
             (random_codebooks, replace(CONFIG, num_children=0, num_refined=0), {}),
-            (own_codebooks, MEANS.changed(num_updates=1, threshold=0.1), {"training": {"a": 7}}),
+            (own_codebooks, MEANS.changed(threshold=0.1), {"training": {"a": 7}}),
         ],
         ids=["tuned", "flat", "own"],
     )  # fmt: skip

@@ -348,7 +348,7 @@ def test_a_measurement_is_short_and_says_so(monkeypatch, capfd, milliseconds):
 def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
     """Catches a layout, order or option of its own, for which kernels would compile again."""
     model, looks = make(), []
-    config = AVQConfig.parse("M4P2C2", query_tile=16, num_updates=1)
+    config = AVQConfig.parse("M4P2C2", query_tile=16)
 
     def look(tensors, spec, backend):
         facts = [
@@ -557,12 +557,11 @@ def test_keys_that_stand_for_exact_ones():
 
 
 def test_the_workload_of_a_call(unet):
-    """Catches heads, the batch, sizes, updates or dtype left out of what decides."""
-    num_updates = 1
-    config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,), num_updates=num_updates)
+    """Catches heads, the batch, sizes or dtype left out of what decides."""
+    config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,))
     state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
     sizes = {"num_parents": 4, "num_refined": 1, "num_children": 2}
-    spec = Spec(**sizes, query_tile=16, num_updates=num_updates)
+    spec = Spec(**sizes, query_tile=16)
     workload = Workload(8, 8, spec, torch.float32)
     given = torch.float32, torch.device("cpu")
     for batch in (3, 4):  # of two heads, rounded up to a power of two
@@ -572,7 +571,7 @@ def test_the_workload_of_a_call(unet):
     assert half == replace(workload, dtype=torch.bfloat16)
     coarse = state.workload(4, *given, spec.changed(threshold=0.1))  # counts as usual
     assert coarse == replace(workload, spec=spec.changed(num_refined=4), num_keys=192)
-    assert "M4P4C2, tiles of 16, 1 updates, 192 keys" in coarse.key(given[1])
+    assert "M4P4C2, tiles of 16, 192 keys" in coarse.key(given[1])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])

@@ -83,7 +83,7 @@ class TestOutput:
             (random_codebooks, parse("M4P1C2", query_tile=8, query_order="random")),
             (random_codebooks, parse("M4P2C2", query_order="raster")),
             (random_codebooks, parse("M3", key_norm=True)),
-            (own_config, parse("M6P2C3", query_tile=16, num_updates=1)),
+            (own_config, parse("M6P2C3", query_tile=16)),
             (own_config, parse("M6C3T0.01", query_tile=16)),
             *((represented_by_means, CONFIG), (tuned_codebooks, CONFIG), (own_codebooks, CONFIG)),
         ],

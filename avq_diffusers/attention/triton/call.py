@@ -21,14 +21,13 @@ reductions: Counter[Problem] = Counter()
 
 
 def kernel_attention(
-    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, spec: Spec
+    tensors: Tensors, stored: StoredCodes | None, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """AVQ attention on the current device.
 
     Args:
         tensors: float16, bfloat16 or float32 tokens of one dtype; the codebook is ignored.
         stored: codewords from `codewords.pack`; None takes keys.
-        parents: (B, H, M0, D) in place of keys, dtype of the keys, contiguous; or None.
         spec: the call's options.
 
     Returns:
@@ -40,8 +39,8 @@ def kernel_attention(
     """
     tensors = readable(tensors)
     results = empty_tokens(tensors.query), empty_shown(tensors.query, spec.query_tile)
-    given = given_by(tensors, stored, parents, *results)
-    run_fitting(_plan, Problem.of(tensors, stored, parents, spec), given)
+    given = given_by(tensors, stored, *results)
+    run_fitting(_plan, Problem.of(tensors, stored, spec), given)
     return results
 
 
@@ -58,12 +57,12 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
     as_they_are = readable(tensors)
     if any(x is not y for x, y in zip(as_they_are, tensors, strict=True)):
         return lambda tensors: None
-    problem = Problem.of(tensors, None, None, spec)
+    problem = Problem.of(tensors, None, spec)
     plan = _plan(_fitting(problem))
 
     def repeat(tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         results = empty_tokens(tensors.query), empty_shown(tensors.query, spec.query_tile)
-        given = given_by(tensors, None, None, *results)
+        given = given_by(tensors, None, *results)
         if not are_aligned(given):
             return None
         plan.run(given, problem.device)
@@ -72,10 +71,8 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
     return repeat
 
 
-def run_fitting(
-    make_plan: Callable[[Problem], Plan], problem: Problem, given: Given
-) -> Tensor | None:
-    """The result of a problem's plan, with smaller tilings if it exceeds the GPU's resources.
+def run_fitting(make_plan: Callable[[Problem], Plan], problem: Problem, given: Given) -> Tensor:
+    """`Plan.run` of a problem, with smaller tilings if it exceeds the GPU's resources.
 
     Raises:
         OutOfResources: even the smallest tiling exceeds them.

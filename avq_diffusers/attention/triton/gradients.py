@@ -46,11 +46,7 @@ def serves(query: Tensor, *, means: bool) -> bool:
 
 
 def kernel_gradients(
-    grad_output: Tensor,
-    tensors: Tensors,
-    stored: StoredCodes | None,
-    parents: Tensor | None,
-    spec: Spec,
+    grad_output: Tensor, tensors: Tensors, stored: StoredCodes | None, spec: Spec
 ) -> list[Tensor]:
     """Gradients of query, key, value and any sinks, on the current device.
 
@@ -60,9 +56,9 @@ def kernel_gradients(
     tensors, grad_output = readable(tensors), kernel_layout(grad_output, 8)
     tokens = [x for x in tensors.tokens() if x is not None]
     grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in tokens]
-    given = given_by(tensors, stored, parents, None, None, grad_output, *grads)
+    given = given_by(tensors, stored, None, None, grad_output, *grads)
     make_plan = partial(_plan, grad_output=Layout.of(grad_output))
-    run_fitting(make_plan, Problem.of(tensors, stored, parents, spec), given)
+    run_fitting(make_plan, Problem.of(tensors, stored, spec), given)
     return grads
 
 

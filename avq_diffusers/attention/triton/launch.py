@@ -174,21 +174,17 @@ class Plan:
     Args:
         memory: the parts of the allocation.
         launches: the launches, in order.
-        result: the part that a run returns, if any.
     """
 
-    def __init__(
-        self, memory: Memory, launches: Sequence[Launch], result: Pointer | None = None
-    ) -> None:
+    def __init__(self, memory: Memory, launches: Sequence[Launch]) -> None:
         self.launches = launches
         self._size = memory.size
         self._parts = memory.parts
         self._starts = [part.start for part in memory.parts]
-        self._result = None if result is None else memory.parts[result.place - memory.num_given]
         self._is_compiled = not IS_DIRECT
 
-    def run(self, given: Sequence[Address], device: torch.device) -> Tensor | None:
-        """Launch on the current stream of the current device; return the result.
+    def run(self, given: Sequence[Address], device: torch.device) -> Tensor:
+        """Launch on the current stream of the current device; return the allocation.
 
         `given` are the addresses of everything outside the allocation.
         """
@@ -205,7 +201,7 @@ class Plan:
             self._compile(device)
         for launch in self.launches:
             launch(addresses, stream)
-        return None if self._result is None else self._result.of(allocation)
+        return allocation
 
     def _compile(self, device: torch.device) -> None:
         """Compile all kernels in parallel: most of the compiler runs outside the GIL."""

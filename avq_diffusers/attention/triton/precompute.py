@@ -7,9 +7,8 @@ parent (paper, Algorithm 1). Two launches:
     aggregate   gathers one parent's keys from all chunks and finds their leaves with a small
                 matmul. A matmul with the one-hot choice sums their keys and values.
 
-Parents are stored codewords, or keys evenly spaced in the query order, possibly moved by `updates`.
-Children are stored, too, or keys of the cell. Both are read in place: no launch here creates
-codewords.
+Parents are stored codewords, or keys evenly spaced in the query order. Children are stored, too, or
+keys of the cell. Both are read in place: no launch creates codewords.
 
 A parent with many keys is cut into pieces of fixed length. The program that finishes last adds the
 pieces in order, so every run gives the same bits.
@@ -117,7 +116,7 @@ def precompute_launches(
         "leaf_ptr": part(num_keys, when=cells.LEAVES),
         "piece_counts_ptr": pieces.piece_counts,
         "covariance_ptr": part(summed.number, dim, dim, dtype=float32, when=follows),
-        "source": ParentPointers(given.stored_codes, given.bias, given.parents, given.key_order),
+        "source": ParentPointers(given.stored_codes, given.bias, given.key_order),
         "sort": sort,
         "pieces": pieces,
         "tables": tables,
@@ -163,7 +162,6 @@ def _sizes(problem: Problem) -> KeySizes:
         ALIGN=alignment_of(problem.key, problem.value),
         MEANS=spec.means,
         STORED=problem.is_stored,
-        UPDATED=problem.has_parents,
         ORDERED=problem.key_order is not None,
     )
 

@@ -56,7 +56,6 @@ class Given(NamedTuple):
     sink_value: Any = None
     query_order: Any = None
     key_order: Any = None
-    parents: Any = None
     stored_codes: Any = None
     bias: Any = None
     centre: Any = None  # of stored codes
@@ -68,11 +67,6 @@ class Given(NamedTuple):
     grad_value: Any = None
     grad_sink_key: Any = None
     grad_sink_value: Any = None
-
-
-def pointers_of(dtypes: Given) -> Given:
-    """Pointers to what is given with these dtypes."""
-    return Given(*(dtype and Pointer(place, dtype) for place, dtype in enumerate(dtypes)))
 
 
 class Problem(NamedTuple):
@@ -94,15 +88,12 @@ class Problem(NamedTuple):
     query_order: torch.dtype | None
     key_order: torch.dtype | None
     is_stored: bool  # codewords come from a codebook
-    has_parents: bool  # updated parents are given
     spec: Spec
     scale: float
     reduction: int = 0
 
     @classmethod
-    def of(
-        cls, tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, spec: Spec
-    ) -> "Problem":
+    def of(cls, tensors: Tensors, stored: StoredCodes | None, spec: Spec) -> "Problem":
         """The problem of tensors that are `readable`."""
         query, key, value, sink_key, sink_value, *_, query_order, key_order, scale = tensors
         sinks = None
@@ -119,7 +110,6 @@ class Problem(NamedTuple):
             None if query_order is None else query_order.dtype,
             None if key_order is None else key_order.dtype,
             stored is not None,
-            parents is not None,
             spec,
             scale,
         )
@@ -196,12 +186,13 @@ class Problem(NamedTuple):
     def pointers(self) -> Given:
         """Pointers to what the call gives, among them all that it may write."""
         dtype = self.dtype
-        sinks, parents = dtype if self.sinks else None, dtype if self.has_parents else None
+        sinks = dtype if self.sinks else None
         codes, wide = (dtype, torch.float32) if self.is_stored else (None, None)
         orders = self.query_order, self.key_order
-        inputs = dtype, dtype, dtype, sinks, sinks, *orders, parents, codes, wide, wide
+        inputs = dtype, dtype, dtype, sinks, sinks, *orders, codes, wide, wide
         outputs = dtype, torch.int32, dtype, dtype, dtype, dtype, sinks, sinks
-        return pointers_of(Given(*inputs, *outputs))
+        dtypes = enumerate((*inputs, *outputs))
+        return Given(*(dtype and Pointer(place, dtype) for place, dtype in dtypes))
 
 
 def alignment_of(*layouts: Layout) -> int:
@@ -226,9 +217,7 @@ def readable(tensors: Tensors) -> Tensors:
     )
 
 
-def given_by(
-    tensors: Tensors, stored: StoredCodes | None, parents: Tensor | None, *outputs: Tensor | None
-) -> Given:
+def given_by(tensors: Tensors, stored: StoredCodes | None, *outputs: Tensor | None) -> Given:
     """Addresses of what a call gives; `outputs` are the fields from `output` on."""
-    inputs = *tensors.tokens(), tensors.query_order, tensors.key_order, parents
+    inputs = *tensors.tokens(), tensors.query_order, tensors.key_order
     return Given(*addresses_of(*inputs, *(stored or (None, None, None)), *outputs))

@@ -1,7 +1,7 @@
 """Helpers for kernels that run on keys: rows of keys, matmuls, and the nearest parent of a key.
 
-Parents are stored codes, updated parents, or keys of the call, evenly spaced in the query order. A
-key k belongs to the parent with the largest k.code + bias.
+Parents are stored codes, or keys of the call, evenly spaced in the query order. A key k belongs to
+the parent with the largest k.code + bias.
 
 Shapes: as in `precompute`; KEYS keys per block.
 """
@@ -15,8 +15,7 @@ import triton.language as tl
 class KeySizes(NamedTuple):
     """Compile-time sizes and modes of keys and parents; key strides are divided by ALIGN.
 
-    STORED, UPDATED: parents are stored codes, or updated parents; else keys, in an order if
-        ORDERED.
+    STORED: parents are stored codes; else keys, in an order if ORDERED.
     """
 
     HEAD_DIM: tl.constexpr
@@ -24,19 +23,17 @@ class KeySizes(NamedTuple):
     NUM_PARENTS: tl.constexpr
     PARENT_ROWS: tl.constexpr
     ALIGN: tl.constexpr
-    UPDATED: tl.constexpr
     ORDERED: tl.constexpr
-    STORED: tl.constexpr = False
-    CODE_ROWS: tl.constexpr = 0  # rows of stored codes
-    MEANS: tl.constexpr = True  # mean keys represent the keys, else stored codewords
+    STORED: tl.constexpr
+    CODE_ROWS: tl.constexpr  # rows of stored codes
+    MEANS: tl.constexpr  # mean keys represent the keys, else stored codewords
 
 
 class ParentPointers(NamedTuple):
-    """Where parents are: stored codes and biases, updated parents, or keys in an order."""
+    """Where parents are: stored codes and biases, or keys in an order."""
 
     stored_codes: tl.tensor
     bias: tl.tensor
-    parents: tl.tensor
     key_order: tl.tensor
 
 
@@ -81,10 +78,7 @@ def head_of_program(key_ptr, source, strides, num_keys, SIZES):
     if SIZES.STORED:
         codes_ptr = source.stored_codes + head * SIZES.CODE_ROWS * SIZES.PADDED_DIM
         bias_ptr = source.bias + head * SIZES.CODE_ROWS
-        source = ParentPointers(codes_ptr, bias_ptr, source.parents, source.key_order)
-    elif SIZES.UPDATED:
-        parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
-        source = ParentPointers(source.stored_codes, source.bias, parents_ptr, source.key_order)
+        source = ParentPointers(codes_ptr, bias_ptr, source.key_order)
     return HeadOfKeys(batch, head, batch_head, key_ptr, strides.token, num_keys, source)
 
 
@@ -128,16 +122,12 @@ def bias_of(codes, is_code):
 
 @triton.jit
 def own_parents(head, parents, is_parent, SIZES):
-    """Parents that are not stored, padded to DP: updated ones, or keys."""
-    if SIZES.UPDATED:
-        rows = load_rows(head.source.parents, parents, SIZES.HEAD_DIM, 1, is_parent, SIZES)
-    else:
-        place = (parents.to(tl.int64) * head.number // SIZES.NUM_PARENTS).to(tl.int32)
-        place = tl.minimum(place, head.number - 1)
-        if SIZES.ORDERED:
-            place = tl.load(head.source.key_order + place).to(tl.int32)
-        rows = load_keys(head, place, is_parent, SIZES)
-    return rows
+    """Parents that are not stored: keys, padded to DP."""
+    place = (parents.to(tl.int64) * head.number // SIZES.NUM_PARENTS).to(tl.int32)
+    place = tl.minimum(place, head.number - 1)
+    if SIZES.ORDERED:
+        place = tl.load(head.source.key_order + place).to(tl.int32)
+    return load_keys(head, place, is_parent, SIZES)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class AttentionTiling:
 # Most columns per block, by how often a tiling was made smaller.
 BLOCK_SIZES = (128, 32, 16)
 MOST_REDUCED = len(BLOCK_SIZES) - 1
-# RTX 50, where float32 blocks of 32 columns and updates of 64 parents spill.
+# RTX 50, where float32 blocks of 32 columns spill.
 FEW_REGISTERS = ((12, 0),)
 
 
@@ -158,37 +158,6 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
             leaf_stages=1,
         )
     return tiling
-
-
-@dataclass(frozen=True)
-class UpdateTiling:
-    """`keys` and `parents` are per matmul."""
-
-    chunk_keys: int  # keys summed by one program
-    keys: int
-    parents: int
-    rows: int  # parents whose means one program computes
-    num_warps: int
-    num_stages: int
-
-
-def update_tiling(
-    capability: tuple[int, int], shape: torch.Size, dtype: torch.dtype, parent_rows: int
-) -> UpdateTiling:
-    """The tiling of an update for keys of a shape.
-
-    Gives a few hundred programs, whose sums take less memory than their keys.
-    """
-    batch, heads, num_keys, _ = shape
-    is_wide = dtype == torch.float32
-    return UpdateTiling(
-        chunk_keys=clamped_power_of_2(batch * heads * num_keys >> 9, 256, 2048),
-        keys=32 if is_wide else 64,
-        parents=min(32 if is_wide and capability in FEW_REGISTERS else 64, parent_rows),
-        rows=16,
-        num_warps=4,
-        num_stages=1 if is_wide else 3,
-    )
 
 
 @dataclass(frozen=True)

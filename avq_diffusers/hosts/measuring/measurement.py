@@ -56,7 +56,7 @@ def measure_error(
         pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
         examples: prompts; prompt i runs with seed `seed + i`. For a vision model, `pixel_values`
             (B, C, H, W), or several batches of one height and width.
-        config: levels, exact layers, sizes, tiles and updates; a tolerance replaces its threshold.
+        config: levels, exact layers, sizes and tiles; a tolerance replaces its threshold.
             None is the default of `apply_avq`.
         num_inference_steps: denoising steps per prompt.
         parts: how many parts of the denoising, of equally many steps, get thresholds of their own

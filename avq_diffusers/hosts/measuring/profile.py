@@ -108,7 +108,7 @@ class ErrorProfile:
     `str()` shows errors, the columns of layers and, on a GPU, speed, for some tolerances.
 
     Attributes:
-        config: levels, sizes, tiles and updates that were measured.
+        config: levels, sizes and tiles that were measured.
         layers: effects and times.
         parts: parts of the denoising, by the training timestep at which they begin.
         thresholds: the measured ones, ascending.
