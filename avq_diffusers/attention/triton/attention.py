@@ -25,6 +25,7 @@ from avq_diffusers.attention.triton.first_order import (
     blocks_per_side,
     matrix_block,
     matrix_size,
+    relative_to,
 )
 from avq_diffusers.attention.triton.launch import Launch, Memory
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
@@ -194,20 +195,27 @@ def attend_tile(query, tile, seen, SIZES, BLOCKS):
 
 
 @triton.jit
-def _output(numerator, inverse, query, tables, size, VALUE, SIZES):
-    """Outputs (BLOCK_N, dims), from dim VALUE on.
+def _matrix_of(tables, VALUE, VALUES, SIZES):
+    """The first-order matrix for VALUES dims of the outputs, from VALUE on, in blocks of dims."""
+    matrix = (matrix_block(tables, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES),)
+    if SIZES.REST_D > 0:
+        matrix += (matrix_block(tables, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES),)
+    return matrix
+
+
+@triton.jit
+def _output(numerator, inverse, query, matrix, size, SIZES):
+    """Outputs (BLOCK_N, dims).
 
     query: the queries, times `size` and the weight of the first-order term.
+    matrix: `_matrix_of` these dims.
     size: largest number of the matrix.
     """
-    VALUES: tl.constexpr = numerator.shape[1]
     output = numerator * inverse[:, None]
     if SIZES.FIRST_ORDER:
-        block = matrix_block(tables, size, VALUE, VALUES, 0, SIZES.BLOCK_D, SIZES)
-        output = product(query[0], block, output)
+        output = product(query[0], relative_to(size, matrix[0], query[0].dtype), output)
         if SIZES.REST_D > 0:
-            rest = matrix_block(tables, size, VALUE, VALUES, SIZES.BLOCK_D, SIZES.REST_D, SIZES)
-            output = product(query[1], rest, output)
+            output = product(query[1], relative_to(size, matrix[1], query[1].dtype), output)
     return output
 
 
@@ -248,16 +256,21 @@ def attend_kernel(
     softmax = attend_tile(query, tile, seen, SIZES, BLOCKS)
     inverse = 1.0 / softmax.total
     size = 0.0
+    matrix = ()
     if SIZES.FIRST_ORDER:
+        # Before the queries, so that the program waits once for both.
+        matrix = _matrix_of(tables, 0, BLOCK_D, SIZES)
         spread = softmax.spread * inverse
         query = load_queries(query_row_ptr, tile, SIZES, True)
         size = matrix_size(tables, SIZES)
         query = times(query, size * spread / (1.0 + spread * size_of(query, SIZES)), SIZES)
     rows = output_rows(output_ptr, tile, num_queries, SIZES)
-    output = _output(softmax.numerator[0], inverse, query, tables, size, 0, SIZES)
+    output = _output(softmax.numerator[0], inverse, query, matrix, size, SIZES)
     store_dims(rows, 0, tile, output, HEAD_DIM)
     if SIZES.REST_D > 0:
-        rest = _output(softmax.numerator[1], inverse, query, tables, size, BLOCK_D, SIZES)
+        if SIZES.FIRST_ORDER:
+            matrix = _matrix_of(tables, BLOCK_D, SIZES.REST_D, SIZES)
+        rest = _output(softmax.numerator[1], inverse, query, matrix, size, SIZES)
         store_dims(rows, BLOCK_D, tile, rest, HEAD_DIM)
 
 

@@ -20,10 +20,12 @@ from avq_diffusers.attention.triton.softmax import LN2
 # Below it, a divisor counts as zero.
 LEAST = tl.constexpr(1e-30)
 LEAST_OF_CELLS = tl.constexpr(LEAST_INSIDE)
-# Chunks that are added at once, leaves whose means are taken away at once, and rows whose variance
+# Chunks that are added at once, leaves whose means are taken away at once, blocks of them in flight
+# with up to 64 dims (with more, other programs of the launch get slower), and rows whose variance
 # is added at once.
 CHUNKS = tl.constexpr(4)
 ROWS = tl.constexpr(32)
+IN_FLIGHT = tl.constexpr(4)
 MOST_ROWS = tl.constexpr(128)
 
 
@@ -100,7 +102,8 @@ def add_covariances(covariance_ptr, tables, num_chunks, block, SIZES):
         is_chunk = (chunk < num_chunks)[:, None, None]
         total += tl.sum(tl.load(pointers, mask=is_chunk, other=0.0), axis=0)
 
-    for first in tl.range(SIZES.PARENT_ROWS, num_rows, ROWS):
+    STAGES: tl.constexpr = IN_FLIGHT if DIM <= 64 else 1
+    for first in tl.range(SIZES.PARENT_ROWS, num_rows, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         is_row = row < num_rows
         counts = tl.load(tables.counts + row, mask=is_row, other=0).to(tl.float32)
@@ -125,9 +128,14 @@ def matrix_size(tables, SIZES):
 
 
 @triton.jit
-def matrix_block(tables, size, VALUE, VALUES, DIM, DIMS, SIZES):
-    """(DIMS, VALUES) Part of the matrix, transposed, relative to a size."""
+def matrix_block(tables, VALUE, VALUES, DIM, DIMS, SIZES):
+    """(DIMS, VALUES) Part of the matrix, transposed."""
     values = (VALUE + tl.arange(0, VALUES))[None, :]
     dims = (DIM + tl.arange(0, DIMS))[:, None]
-    part = tl.load(tables.matrix + values * SIZES.PADDED_DIM + dims)
-    return (part * (1.0 / size)).to(tables.codes.dtype.element_ty)
+    return tl.load(tables.matrix + values * SIZES.PADDED_DIM + dims)
+
+
+@triton.jit
+def relative_to(size, matrix, dtype):
+    """A part of the matrix, relative to a size."""
+    return (matrix * (1.0 / size)).to(dtype)

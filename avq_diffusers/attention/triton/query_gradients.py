@@ -23,7 +23,7 @@ from avq_diffusers.attention.triton.attention import (
     attend_tile,
     seen_by_tile,
 )
-from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size
+from avq_diffusers.attention.triton.first_order import matrix_block, matrix_size, relative_to
 from avq_diffusers.attention.triton.leaf_order import LeafPointers
 from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import Tables, product
@@ -149,7 +149,7 @@ def _pull(grad_rows, tile, tables, SIZES):
     pulled = tl.zeros([tile.token.shape[0], DIM], tl.float32)
     for first in tl.range(0, DIM, SOME):
         grad = load_query_dims(grad_rows, first, tile, SIZES.HEAD_DIM, SOME)
-        matrix = matrix_block(tables, largest, first, SOME, 0, DIM, SIZES)
+        matrix = relative_to(largest, matrix_block(tables, first, SOME, 0, DIM, SIZES), grad.dtype)
         pulled = product(grad, tl.trans(matrix), pulled)
     return pulled * largest
 
