@@ -118,9 +118,12 @@ class Spec:
         return self.num_parents + self.num_refined * self.num_children
 
     @property
-    def any_threshold(self) -> "Spec":
-        """The same with one threshold in place of any other."""
-        return self if self.threshold is None else self.changed(threshold=DEFAULT_THRESHOLD)
+    def any_refinement(self) -> "Spec":
+        """The same with one threshold in place of any other, or one number of refined parents in
+        place of any other but none and all."""
+        if self.threshold is not None:
+            return self.changed(threshold=DEFAULT_THRESHOLD)
+        return self.changed(num_refined=1) if self.refines_some else self
 
     @property
     def refines_some(self) -> bool:

@@ -88,7 +88,7 @@ def kind_of_call(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
         tensors, spec: the checked call.
     """
     query = tensors.query
-    return query.device, query.dtype, query.shape[3], spec.any_threshold
+    return query.device, query.dtype, query.shape[3], spec.any_refinement
 
 
 def _fault(tensors: Tensors, spec: Spec) -> str | None:

@@ -297,6 +297,17 @@ def test_same_bits(name):
     assert all(map(torch.equal, results(SAME_BITS[name](found)), expected))
 
 
+def test_another_number_of_refined_parents_takes_the_same_kernels():
+    """Catches a compilation for each number that a schedule sets, or that a route measures."""
+    problem = drawn(num_parents=8, num_children=4, num_refined=3)
+    tensors, spec = problem.call()
+    specs = spec, spec.changed(num_refined=5), spec.changed(num_refined=8)
+    problems = [launch_problem.Problem.of(tensors, None, spec) for spec in specs]
+    compiled = [[launch.constants for launch in call._plan(x).launches] for x in problems]
+    assert compiled[0] == compiled[1] != compiled[2]
+    assert problems[0].variant == problems[1].variant != problems[2].variant
+
+
 @pytest.mark.parametrize("resolution", [{}, {"threshold": 0.0}], ids=str)
 def test_memory_of_gradients_is_linear_in_the_tokens(resolution):
     """Catches something stored for each column of a tile."""

@@ -66,6 +66,7 @@ from avq_diffusers.attention.triton.tuning import (
     attention_tiling,
     select_tiling,
 )
+from avq_diffusers.config import Spec
 
 
 class AttendBlocks(NamedTuple):
@@ -334,7 +335,7 @@ def query_tiles(
         "columns": columns,
         "num_queries": problem.query.shape[2],
         "num_tiles": problem.num_tiles,
-        "threshold": min(problem.spec.threshold or 0.0, LARGEST_FLOAT32),
+        "limit": _limit(problem.spec),
         "query_strides": query_strides,
         "key_layout": _token_layout(keys, align),
         "sink_layout": _token_layout(problem.sinks, align),
@@ -354,6 +355,13 @@ def query_tiles(
 
 # Above every gain of a further column that is finite.
 LARGEST_FLOAT32 = 3.4e38
+
+
+def _limit(spec: Spec) -> float:
+    """The threshold, or the number of refined parents: numbers that kernels take at run time."""
+    if spec.num_refined is not None:
+        return float(spec.num_refined)
+    return min(spec.threshold or 0.0, LARGEST_FLOAT32)
 
 
 def _select_launch(
@@ -403,7 +411,6 @@ def _sizes(problem: Problem, tiling: AttentionTiling, align: int) -> TileSizes:
         HEADS=problem.query.shape[1],
         HEAD_DIM=head_dim,
         QUERY_TILE=spec.query_tile,
-        NUM_REFINED=spec.num_refined or 0,
         PARENT_ROWS=parent_rows,
         CHILD_ROWS=child_rows,
         ROWS=rows,

@@ -121,8 +121,8 @@ class Problem(NamedTuple):
 
     @property
     def variant(self) -> "Problem":
-        """The problem without what does not affect compilation: batch, strides, the threshold, and
-        token counts beyond whether samples decide."""
+        """The problem without what does not affect compilation: batch, strides, how much is refined,
+        and token counts beyond whether samples decide."""
         _, heads, _, head_dim = self.query.shape
         anything = Layout(torch.Size((1, heads, 1, head_dim)), ())
         query = anything
@@ -133,7 +133,7 @@ class Problem(NamedTuple):
             key=anything,
             value=anything,
             sinks=self.sinks and (anything, anything),
-            spec=self.spec.any_threshold,
+            spec=self.spec.any_refinement,
             reduction=0,
         )
 

@@ -101,12 +101,13 @@ class Counted(NamedTuple):
 
 
 class Deciding(NamedTuple):
-    """The queries of a tile that decide its columns, and the threshold, ignored without one."""
+    """The queries of a tile that decide its columns, and the limit of the choice: the threshold, or
+    how many parents are refined."""
 
     query: tl.tuple
     valid: tl.tensor  # (SAMPLES) False on padding
     number: tl.tensor
-    threshold: tl.tensor
+    limit: tl.tensor
 
 
 class Asked(NamedTuple):
@@ -117,7 +118,7 @@ class Asked(NamedTuple):
     # (SAMPLES) What a weight relative to the maximum adds to a mean attention, 0 on padding.
     share: tl.tensor
     size: tl.tensor
-    threshold: tl.tensor
+    limit: tl.tensor
 
 
 @triton.jit
@@ -209,7 +210,7 @@ def _ask(deciding, tables, columns, centre_ptr, sinks, SIZES, BLOCKS):
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
     share = tl.where(deciding.valid, 1.0 / (total * deciding.number), 0.0)
     size = tl.sum(size_of(query, SIZES), axis=0) / deciding.number
-    asked = Asked(query, running_max, share, size, deciding.threshold)
+    asked = Asked(query, running_max, share, size, deciding.limit)
     if BLOCKS.M == PARENT_ROWS:
         masses = _mean(tl.trans(weights), share * tl.exp2(of_parents - running_max))
     else:
@@ -250,7 +251,7 @@ def _masses_of_parents(asked, tables, columns, FIRST_ROW, SIZES, BLOCKS):
 @triton.jit
 def _is_fine(asked, masses, spread, counts):
     """Whether rows of leaves are worth as many columns as they have keys."""
-    return masses * _growth(asked.size * spread) > asked.threshold * counts
+    return masses * _growth(asked.size * spread) > asked.limit * counts
 
 
 @triton.jit
@@ -274,13 +275,13 @@ def _refined(asked, masses, tables, counts, SIZES):
         score = masses
         if SIZES.MEANS:
             score *= tl.load(tables.spread + parents)
-        is_refined = _rank_of(score, SIZES.PARENT_ROWS) < SIZES.NUM_REFINED
+        is_refined = _rank_of(score, SIZES.PARENT_ROWS) < asked.limit
     elif SIZES.REFINES == "threshold":
         inside = tl.load(tables.inside + 2 * parents)
         further = tl.load(tables.inside + 2 * parents + 1)
         spread = tl.load(tables.spread + parents)
         gain = masses * (_growth(asked.size * spread) - _growth(asked.size * inside))
-        is_refined = (further < 0.5) | (gain > asked.threshold * further)
+        is_refined = (further < 0.5) | (gain > asked.limit * further)
     return is_refined & (counts > 0)
 
 
@@ -410,7 +411,7 @@ def select_kernel(
     num_tiles,
     num_pieces,
     programs: Programs,
-    threshold,
+    limit,
     query_strides: Strides,
     sink_layout: TokenLayout,
     chunks: Chunks,
@@ -453,7 +454,7 @@ def select_kernel(
     if SIZES.REFINES == "threshold" or SIZES.REFINES == "some":
         rows = query_rows(query_ptr, query_strides, tile, QUERY_STRIDE)
         query = load_queries(rows, tile, SIZES)
-        deciding = Deciding(query, valid, tl.minimum(num_valid, BLOCKS.SAMPLES), threshold)
+        deciding = Deciding(query, valid, tl.minimum(num_valid, BLOCKS.SAMPLES), limit)
         asked, masses = _ask(deciding, tables, columns, centre_ptr, sinks, SIZES, BLOCKS)
     if BLOCKS.LEVELS:
         _show_nothing(columns, SIZES)

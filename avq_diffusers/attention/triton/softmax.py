@@ -33,7 +33,6 @@ class TileSizes(NamedTuple):
     HEADS: tl.constexpr
     HEAD_DIM: tl.constexpr
     QUERY_TILE: tl.constexpr
-    NUM_REFINED: tl.constexpr
     PARENT_ROWS: tl.constexpr
     CHILD_ROWS: tl.constexpr
     ROWS: tl.constexpr
