@@ -121,8 +121,8 @@ class Problem(NamedTuple):
 
     @property
     def variant(self) -> "Problem":
-        """The problem without what does not affect compilation: batch, strides, how much is refined,
-        and token counts beyond whether samples decide."""
+        """The problem without what does not affect compilation: batch, strides, how much is
+        refined, and token counts beyond whether samples decide."""
         _, heads, _, head_dim = self.query.shape
         anything = Layout(torch.Size((1, heads, 1, head_dim)), ())
         query = anything
