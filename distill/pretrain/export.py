@@ -13,7 +13,6 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
-from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
 MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
@@ -58,11 +57,6 @@ def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _forget_origin(folder)
     _load_as_float32(folder / "text_encoder")
-    # Named as in SD1.5's own file: older versions of transformers read no other names.
-    path = folder / "text_encoder" / "model.safetensors"
-    weights = load_file(path).items()
-    named = {f"text_model.{name.removeprefix('text_model.')}": x for name, x in weights}
-    save_file(named, path, metadata={"format": "pt"})
 
 
 def make_sd3_pipeline(

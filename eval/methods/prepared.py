@@ -12,22 +12,6 @@ from eval.methods.folder import linfusion_layers
 from eval.methods.registry import check_place, parse_method
 
 
-def prepare_methods(
-    pipe: StableDiffusionPipeline,
-    names: Sequence[str],
-    *,
-    levels: tuple[int, ...],
-    calibration_prompts: Sequence[str],
-) -> list[AttentionMethod]:
-    """`load_methods`, then calibrate: errors in any name come before the work.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_methods`.
-    """
-    loaded = load_methods(pipe, names, levels=levels)
-    return [method.calibrated(pipe, calibration_prompts) for method in loaded]
-
-
 def load_methods(
     pipe: StableDiffusionPipeline, names: Sequence[str], *, levels: tuple[int, ...]
 ) -> list[AttentionMethod]:
@@ -54,8 +38,7 @@ def load_methods(
 
 @contextmanager
 def attention_method(pipe: StableDiffusionPipeline, method: AttentionMethod) -> Iterator[None]:
-    """Run the pipeline's self-attention with a method from `prepare_methods` inside the `with`
-    block.
+    """Run the pipeline's self-attention with a loaded, calibrated method inside the `with` block.
 
     Raises:
         ValueError: the codebooks belong to another model or cannot refine that many parents, or the
