@@ -33,14 +33,15 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
-def make_pipeline(
+def save_sd(
     vae: AutoencoderKL,
     unet: UNet2DConditionModel,
     text_encoder: CLIPTextModel,
     tokenizer: CLIPTokenizer,
-) -> StableDiffusionPipeline:
-    """Return a Stable Diffusion pipeline without a safety checker."""
-    return StableDiffusionPipeline(
+    folder: Path,
+) -> None:
+    """Save parts in half precision as a pipeline that plain `from_pretrained` loads as float32."""
+    pipeline = StableDiffusionPipeline(
         vae=vae,
         unet=unet,
         text_encoder=text_encoder,
@@ -50,10 +51,6 @@ def make_pipeline(
         feature_extractor=None,
         requires_safety_checker=False,
     )
-
-
-def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
-    """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _forget_origin(folder)
     _load_as_float32(folder / "text_encoder")
