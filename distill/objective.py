@@ -27,7 +27,6 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
-from avq_diffusers.hosts import sampling_weights
 from distill.attention import CHILD
 from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer, recorded
@@ -266,10 +265,21 @@ def timestep_weights(scheme: str, alphas_cumprod: Tensor | None) -> Tensor:
             f"weighting_scheme {scheme} needs a noise schedule with alphas_cumprod above 0."
         )
     inverse_alpha = scheme == "inverse_alpha"
-    weights = (
-        alphas_cumprod**-0.5 if inverse_alpha else sampling_weights(alphas_cumprod, SAMPLING_STEPS)
-    )
+    weights = alphas_cumprod**-0.5 if inverse_alpha else sampling_weights(alphas_cumprod)
     return weights / weights.mean()
+
+
+def sampling_weights(alphas_cumprod: Tensor) -> Tensor:
+    """Approximate weight (T,) of a predicted noise's squared error in the image's squared error.
+
+    A DDIM step from timestep t to s, the next of `SAMPLING_STEPS` timesteps, moves latents / alpha
+    by sigma(t) - sigma(s) times the predicted noise, where sigma is noise over signal. With latents
+    of unit variance, later steps keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
+    """
+    sigmas = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
+    stride = max(1, len(sigmas) // SAMPLING_STEPS)
+    steps = sigmas - F.pad(sigmas, (stride, 0))[: len(sigmas)]
+    return steps.square() * alphas_cumprod
 
 
 def mse(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avq_diffusers import AVQCodebooks, AVQConfig, gather_codebooks
+from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, gather_codebooks, select_layers
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.attention.tensors import Attended, Tensors
@@ -21,7 +21,7 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, ema_decay
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import Spec
-from distill.attention import attend_exactly
+from distill.attention import attend_exactly, train_attention
 from distill.config import CodebookConfig
 from distill.quantizer import Quantizer
 
@@ -112,6 +112,33 @@ class StoredAttention(nn.Module):
                 query_tile=self.config.query_tile,
             )
         return metrics
+
+
+def learn_attention(
+    model: nn.Module, config: AVQConfig, *, own: bool, diveq: bool
+) -> dict[str, StoredAttention]:
+    """Let a model's layers run AVQ that is trained; its other weights stay unchanged.
+
+    Args:
+        model: as in `apply_avq`.
+        config: layers, sizes and order.
+        own: whether codewords come from the keys of each call, so that nothing of AVQ learns.
+        diveq: as in `Quantizer`.
+
+    Returns:
+        The attention with codebooks that learn, by layer name; NaN until `start_codebooks`.
+    """
+    if own:
+        apply_avq(model, config, route="always")
+        return {}
+    stored = {
+        x.name: StoredAttention(
+            x.num_heads, x.head_dim, config.for_layer(x.name, x.level), diveq=diveq
+        )
+        for x in select_layers(model, config.levels, config.exact)
+    }
+    train_attention(model, stored, config)
+    return stored
 
 
 def start_codebooks(

@@ -13,10 +13,10 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers import AVQConfig, AVQProcessor, apply_avq, select_layers
+from avq_diffusers import AVQConfig, AVQProcessor, select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from distill.attention import attend_exactly, train_attention
-from distill.stored import StoredAttention
+from distill.stored import learn_attention
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -67,16 +67,8 @@ def make_student(
         return student
     if attention == "exact":
         train_attention(student, {layer.name: attend_exactly for layer in layers}, config)
-    elif config.codewords == "means":
-        apply_avq(student, config, route="always")
     else:
-        stored = {
-            x.name: StoredAttention(
-                x.num_heads, x.head_dim, config.for_layer(x.name, x.level), diveq=diveq
-            )
-            for x in layers
-        }
-        train_attention(student, stored, config)
+        learn_attention(student, config, own=config.codewords == "means", diveq=diveq)
     for layer in layers:
         layer.attn.set_processor(TrainedProcessor())
     return student

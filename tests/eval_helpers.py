@@ -9,7 +9,7 @@ from PIL import Image
 
 from avq_diffusers import select_layers
 from eval.benchmarks.timing import Effort
-from eval.methods.prepared import prepare_methods
+from eval.methods.prepared import load_methods
 from eval.quality import protocol
 from eval.quality.scenes import Trial, score_methods
 
@@ -79,7 +79,8 @@ def score(pipe, methods, scenes, scorer, settings, finished=(), **options):
 
 def prepare(pipe, *names, levels=(0,)):
     """Methods by their names, calibrated."""
-    return prepare_methods(pipe, names, levels=levels, calibration_prompts=CALIBRATION)
+    loaded = load_methods(pipe, names, levels=levels)
+    return [method.calibrated(pipe, CALIBRATION) for method in loaded]
 
 
 def failed_command(monkeypatch, capsys, *arguments):

@@ -68,9 +68,7 @@ def ema_update(ema: Tensor, batch: Tensor, decay: float) -> Tensor:
     return decay * ema + (1 - decay) * batch
 
 
-def derive_codebook(
-    ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook, *, constrain: bool = True
-) -> Codebook:
+def derive_codebook(ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook) -> Codebook:
     """Derive codewords from statistics: parents are S / N, children are projected S / N.
 
     A parent without keys keeps its position. A child without keys starts from its position, and
@@ -80,14 +78,12 @@ def derive_codebook(
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
         previous: the codebook of the previous step, in the dtype of the statistics.
-        constrain: make each parent's children average to it; otherwise they are S / N.
     """
     counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
     means = ema_key_sums / counts.where(counts > 0, 1)[..., None]
     ema_means = means.where(counts[..., None] > 0, previous.leaves)
     parents, children = ema_means[:, :, 0], ema_means[:, :, 1:]
-    if constrain:
-        children = project_children(children, counts[:, :, 1:], parents)
+    children = project_children(children, counts[:, :, 1:], parents)
     return Codebook(parents, children, check_finite=False)
 
 
@@ -100,7 +96,6 @@ def reassign_dead(
     *,
     least_count: float,
     seed: int = 0,
-    constrain: bool = True,
 ) -> tuple[Tensor, Tensor, Codebook]:
     """Move dead codewords, whose EMA count is below `least_count`, to badly represented keys.
 
@@ -121,7 +116,6 @@ def reassign_dead(
             all processes get the same codebook.
         least_count: keys per batch below which a codeword is dead.
         seed: seeds the sampling.
-        constrain: as in `derive_codebook`.
 
     Returns:
         New key sums, counts and codebook.
@@ -173,7 +167,7 @@ def reassign_dead(
     previous = Codebook(
         codebook.parents + shift, codebook.children + shift[:, :, None], check_finite=False
     )
-    return key_sums, counts, derive_codebook(key_sums, counts, previous, constrain=constrain)
+    return key_sums, counts, derive_codebook(key_sums, counts, previous)
 
 
 def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.99) -> float:

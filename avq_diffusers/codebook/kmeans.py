@@ -33,13 +33,12 @@ def fit_codebook(
     *,
     num_iterations: int = 25,
     seed: int = 0,
-    constrain: bool = True,
 ) -> Codebook:
     """Fit parents to all keys, then children to the keys of each parent's cell.
 
     Both levels are seeded with k-means++ and refined by Lloyd iterations. A key may stay with its
-    parent. With `constrain`, each iteration ends in `project_children` and lowers the error under
-    the parent-child constraint; children without keys then balance their siblings.
+    parent. Each iteration for children ends in `project_children` and lowers the error under the
+    parent-child constraint; children without keys balance their siblings.
 
     Args:
         keys: (H, S, D) floating point: the keys of a layer, or a sample of them.
@@ -48,7 +47,6 @@ def fit_codebook(
         num_iterations: most Lloyd iterations per level. Stops earlier if an iteration lowers the
             error by less than a factor of 1e-4.
         seed: on a CPU, the same seed and keys give the same codebook.
-        constrain: make each parent's children average to it.
 
     Returns:
         Codebook on the device of `keys`, float32, or float64 if `keys` are float64.
@@ -88,9 +86,7 @@ def fit_codebook(
     with torch.autocast(keys.device.type, enabled=False):
         parents = _seed_centroids(keys, num_parents, generator)
         parents = _lloyd(keys, parents, num_iterations)
-        offsets = _fit_child_offsets(
-            keys, parents, num_children, num_iterations, generator, constrain
-        )
+        offsets = _fit_child_offsets(keys, parents, num_children, num_iterations, generator)
     parents = parents + centre
     return Codebook(parents, parents[:, :, None] + offsets)
 
@@ -166,7 +162,6 @@ def _fit_child_offsets(
     num_children: int,
     num_iterations: int,
     generator: torch.Generator,
-    constrain: bool,
 ) -> Tensor:
     """Children minus their parents, (H, M0, C, D), from k-means in all cells at once."""
     heads, num_parents, head_dim = parents.shape
@@ -216,5 +211,5 @@ def _fit_child_offsets(
         means = means.where(~reseeded[..., None], candidates[farthest][:, None])
         counts = counts.where(~reseeded, 1)
 
-        offsets = project_children(means, counts, origin) if constrain else means
+        offsets = project_children(means, counts, origin)
     return offsets.view(heads, num_parents, num_children, head_dim)

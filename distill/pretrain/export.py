@@ -13,7 +13,6 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
-from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
 MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
@@ -34,14 +33,15 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
-def make_pipeline(
+def save_sd(
     vae: AutoencoderKL,
     unet: UNet2DConditionModel,
     text_encoder: CLIPTextModel,
     tokenizer: CLIPTokenizer,
-) -> StableDiffusionPipeline:
-    """Return a Stable Diffusion pipeline without a safety checker."""
-    return StableDiffusionPipeline(
+    folder: Path,
+) -> None:
+    """Save parts in half precision as a pipeline that plain `from_pretrained` loads as float32."""
+    pipeline = StableDiffusionPipeline(
         vae=vae,
         unet=unet,
         text_encoder=text_encoder,
@@ -51,18 +51,9 @@ def make_pipeline(
         feature_extractor=None,
         requires_safety_checker=False,
     )
-
-
-def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
-    """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _forget_origin(folder)
     _load_as_float32(folder / "text_encoder")
-    # Named as in SD1.5's own file: older versions of transformers read no other names.
-    path = folder / "text_encoder" / "model.safetensors"
-    weights = load_file(path).items()
-    named = {f"text_model.{name.removeprefix('text_model.')}": x for name, x in weights}
-    save_file(named, path, metadata={"format": "pt"})
 
 
 def make_sd3_pipeline(

@@ -12,7 +12,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from distill.pretrain.config import LatentConfig, SDConfig
 from distill.pretrain.data import render_batches, shard, to_float
-from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
+from distill.pretrain.export import make_scheduler, save_sd
 from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import encode, scene_tokenizer, text_sizes
 from distill.scenes import TRAINING_SEEDS
@@ -174,4 +174,4 @@ class SDTask:
 
     def save(self, model: SDModel, folder: Path) -> None:
         parts = (part.half() for part in (self.vae, model.unet, model.text_encoder))
-        save_pipeline(make_pipeline(*parts, self.tokenizer), folder)
+        save_sd(*parts, self.tokenizer, folder)

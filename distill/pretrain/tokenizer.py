@@ -20,17 +20,9 @@ START_OF_TEXT = "<|startoftext|>"
 END_OF_TEXT = "<|endoftext|>"
 
 
-def train_tokenizer(texts: Iterable[str]) -> CLIPTokenizer:
-    """Train a deterministic tokenizer in which every word of `texts` is one token."""
-    backend = CLIPTokenizer().backend_tokenizer
-    words = {
-        word
-        for text in texts
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(
-            backend.normalizer.normalize_str(text)
-        )
-    }
-    merges = learn_merges(words)
+def scene_tokenizer() -> CLIPTokenizer:
+    """Train a deterministic tokenizer in which every word of scene captions is one token."""
+    merges = learn_merges(VOCABULARY)  # in lower case, which are their own byte-level letters
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = letters + [letter + END_OF_WORD for letter in letters]
     tokens += [first + second for first, second in merges]
@@ -58,11 +50,6 @@ def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
         merges.append(best)
         split = [_merge(symbols, best) for symbols in split]
     return merges
-
-
-def scene_tokenizer() -> CLIPTokenizer:
-    """Return the tokenizer of all scene captions."""
-    return train_tokenizer(VOCABULARY)
 
 
 def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
+from avq_diffusers import AVQConfig, remove_avq, select_layers
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
-from distill.attention import CHILD, attend_exactly, train_attention
-from distill.stored import StoredAttention
+from distill.attention import CHILD, attend_exactly
+from distill.stored import StoredAttention, learn_attention
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
@@ -61,10 +61,7 @@ def set_attention(
     Args:
         model: a model with exact attention.
         avq, own: from `parse_attention`; exact attention changes nothing.
-        diveq: as in `Quantizer`, for stored codebooks, which are NaN until initialized.
-
-    Returns:
-        The attention modules with codebooks that learn, by layer name.
+        diveq: as in `learn_attention`, which says what is returned.
 
     Raises:
         TypeError: the model has no attention layer that can be replaced.
@@ -78,15 +75,7 @@ def set_attention(
             raise ValueError(
                 f"attention with dropout cannot be replaced; set {name} of the model's config to 0."
             )
-    if own:
-        apply_avq(model, avq, route="always")
-        return {}
-    stored = {
-        layer.name: StoredAttention(layer.num_heads, layer.head_dim, avq, diveq=diveq)
-        for layer in layers
-    }
-    train_attention(model, stored, avq)
-    return stored
+    return learn_attention(model, avq, own=own, diveq=diveq)
 
 
 def remove_attention(model: PreTrainedModel) -> None:

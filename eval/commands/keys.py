@@ -77,6 +77,7 @@ def keys_command(
     """
     from eval.keys.measuring import dial_panels, key_method, keys_table, measure
     from eval.keys.subjects import own_size, subject_of, takes_stored
+    from eval.methods.avq import Stored
     from eval.store.plots import panel_plot
 
     names = (methods or METHODS).split(",")
@@ -85,7 +86,7 @@ def keys_command(
     place = device_of(device)
     loaded = load(model, download, place, dtype)
     if methods is None and not takes_stored(loaded):
-        names = [name for name in names if not of_names[name].is_stored]
+        names = [name for name in names if not isinstance(of_names[name], Stored)]
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):

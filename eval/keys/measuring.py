@@ -29,6 +29,7 @@ from avq_diffusers.attention.tensors import Attended, Tensors
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import answered, exactly, mean_columns, relative_error
 from eval.keys.subjects import Subject
+from eval.methods.avq import Stored
 from eval.methods.base import KEYS, AttentionMethod
 from eval.methods.registry import EXACT, NO_ATTENTION, WORDS, parse_method
 from eval.store.markdown import Column, figure, rows_table
@@ -209,7 +210,7 @@ def by_tokens(rows: Sequence[Row]) -> list[list[Row]]:
 
 def stored_codebooks(subject: Subject, method: AttentionMethod) -> AVQCodebooks | None:
     """The codebooks of a method with stored codewords, for all levels; None for others."""
-    if not method.is_stored:
+    if not isinstance(method, Stored):
         return None
     levels = tuple(sorted({layer.level for layer in select_layers(subject.model)}))
     codebooks = subject.calibrate(replace(method.config, levels=levels))

@@ -6,17 +6,68 @@
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
 
-from avq_diffusers import AVQConfig
+from typing_extensions import Self
+
+from avq_diffusers import AVQCodebooks, AVQConfig, calibrate, select_layers
+from avq_diffusers.hosts import has_unet
 from distill.codewords import parse_codewords
 from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
+from eval.methods.running import avq_in
 
 LEVELS = (0, 1)
+USUAL, COMPUTATION = AVQConfig(), ("query_tile", "query_order", "key_norm")
+CALIBRATION_SEED = 1_000_000_000  # its noise is shared with no image of a table
 FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/own)?")
 
 
-class Configuration(AttentionMethod):
+@dataclass(frozen=True)
+class Codewords(AttentionMethod):
+    """What runs AVQ.
+
+    Attributes:
+        codebooks: calibrated or loaded ones; None without, and before.
+    """
+
+    codebooks: AVQCodebooks | None = None
+
+    def applied(self, pipe: Any) -> AbstractContextManager[None]:
+        return avq_in(pipe, self.codebooks or self.config, num_refined=self.num_refined)
+
+    @property
+    def layer_configs(self) -> list[AVQConfig]:
+        """The layers' configurations; one for all without codebooks."""
+        if self.codebooks is None:
+            return [self.config]
+        found = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
+        if self.num_refined is None:
+            return found
+        return [config.changed(num_refined=self.num_refined) for config in found]
+
+    def facts(self) -> dict[str, Any]:
+        books, configs = self.codebooks, self.layer_configs
+        config, own = self.config, self.own
+        unusual: dict[str, Any] = {}
+        if books is not None:
+            config, own = books.avq_config, books.config["own_codewords"]
+            values = {name: getattr(config, name) for name in COMPUTATION}
+            unusual = {x: value for x, value in values.items() if value != getattr(USUAL, x)}
+        labels = dict.fromkeys(config_label(of_layer, own=own) for of_layer in configs)
+        effective = [of_layer.columns for of_layer in configs]
+        return {
+            **super().facts(),
+            "config": ", ".join([*labels, *exact_labels(config)]),
+            "effective_codewords": None if None in effective else mean(effective),
+            **({"fields": unusual} if unusual else {}),
+        }
+
+
+class Configuration(Codewords):
     """A configuration; its subclasses are the ways to get codewords."""
 
     @classmethod
@@ -29,7 +80,12 @@ class Configuration(AttentionMethod):
         )
         if refined is not None:
             config = replace(config, num_refined=int(refined))
-        return (Own if own else Stored)(source, config, own)
+        return (Own if own else Stored)(name, source, config, own, config.levels)
+
+    def loaded(self, pipe: Any, levels: tuple[int, ...]) -> Self:
+        if has_unet(pipe):
+            select_layers(pipe.unet, self.config.levels, self.config.exact)
+        return self
 
     @property
     def label(self) -> str:
@@ -55,6 +111,7 @@ class Own(Configuration):
 
     kind, example = "own", "M64C8T1e-4, M64P16C8/own"
     places = (*IMAGES, *STEPS, KEYS)
+    origin = "own"
 
 
 class Stored(Configuration):
@@ -62,7 +119,12 @@ class Stored(Configuration):
 
     kind, example = "stored", "M64P16C8"
     places = (UNET_IMAGES, KEYS)
-    is_stored = True
+    origin = "calibrated"
+
+    def calibrated(self, pipe: Any, prompts: Sequence[str]) -> Self:
+        # With the default number of steps: codebooks do not depend on that of the images.
+        codebooks = calibrate(pipe, prompts, self.config, seed=CALIBRATION_SEED)
+        return replace(self, codebooks=codebooks.to(pipe.device))
 
 
 def source_of(name: str) -> str:

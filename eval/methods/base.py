@@ -1,10 +1,14 @@
-"""What every attention that is compared has: a name, a label, and ways to run."""
+"""What every attention that is compared has: a name, a label, and ways to run.
+
+A name is parsed without a model. `loaded` reads what it needs for a pipeline, `calibrated` makes
+missing codebooks, and `applied` runs it.
+"""
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,6 +16,7 @@ from typing_extensions import Self
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.attention.tensors import Tensors
+from eval.methods.running import network_of
 
 # Where attentions run.
 UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images by a UNet", "images by a transformer", "keys"
@@ -26,31 +31,36 @@ class AttentionMethod(ABC):
     """One attention that is compared, as its name says.
 
     Attributes:
+        name: the name, with suffixes.
         source: a word, a configuration or a folder.
         config: the configuration with all suffixes applied; None for words and folders.
         own: whether codewords come from the keys of each call.
-        levels: levels in the suffix of a word.
+        levels: levels in the suffix of a word, or of a configuration; once loaded, the levels that
+            it changes.
         num_refined: refined parents in a folder's suffix.
         setting: a peer's density or threshold, or ToMe's share of merged tokens.
+        sha256: once loaded, digest of its folder.
         kind: the word, or what configurations of its class have in common.
         example: an example name.
         places: where it runs.
         title: label in tables of times, with a placeholder for the setting.
-        is_stored: whether codewords come from a codebook.
+        origin: `"distilled"`, `"calibrated"` or `"own"`; None without codewords or LinFusion.
     """
 
+    name: str
     source: str
     config: AVQConfig | None = None
     own: bool = False
     levels: tuple[int, ...] | None = None
     num_refined: int | None = None
     setting: float | None = None
+    sha256: str | None = None
 
     kind: ClassVar[str]
     example: ClassVar[str]
     places: ClassVar[tuple[str, ...]]
     title: ClassVar[str] = ""
-    is_stored: ClassVar[bool] = False
+    origin: ClassVar[str | None] = None
 
     @classmethod
     @abstractmethod
@@ -83,6 +93,39 @@ class AttentionMethod(ABC):
         """
         return None
 
+    @abstractmethod
+    def loaded(self, pipe: Any, levels: tuple[int, ...]) -> "AttentionMethod":
+        """Itself for this pipeline, ready for `calibrated`; see `load_methods`."""
+
+    def calibrated(self, pipe: Any, prompts: Sequence[str]) -> Self:
+        """Itself with its codebooks, if it has any."""
+        return self
+
+    def applied(self, pipe: Any) -> AbstractContextManager[None]:
+        """Run a pipeline's self-attention with it inside the `with` block, if `places` has images.
+
+        Raises:
+            NotImplementedError: it has none.
+        """
+        raise NotImplementedError(f"{self.kind} makes no images.")
+
+    def facts(self) -> dict[str, Any]:
+        """The method's fields in a row.
+
+        `config` gives the sizes and form of the codewords and the layers kept exact, or
+        `"LinFusion"`. Effective codewords, M0 + P C, are what a query attends to, the paper's cost,
+        averaged over layers; None with a threshold, where they depend on the image. `fields`, if
+        any, are non-default ones that change the computation and that `config` does not give.
+        """
+        return {
+            "method": self.name,
+            "config": None,
+            "origin": self.origin,
+            "sha256": self.sha256,
+            "levels": list(self.levels),
+            "effective_codewords": None,
+        }
+
 
 class Word(AttentionMethod):
     """An attention with a name of its own: `kind`, `kind@setting` or `kind@Llevels`."""
@@ -99,27 +142,15 @@ class Word(AttentionMethod):
         if form := AT_LEVELS.fullmatch(suffix):
             if not cls.takes_levels:
                 raise ValueError(f"methods: {word} takes no levels, but got {name!r}.")
-            return cls(word, levels=tuple(map(int, form[1])), setting=cls.usual_setting)
+            return cls(name, word, levels=tuple(map(int, form[1])), setting=cls.usual_setting)
         if cls.takes_setting and SETTING.fullmatch(suffix):
-            return cls(word, setting=float(suffix))
+            return cls(name, word, setting=float(suffix))
         needs_setting = cls.takes_setting and cls.usual_setting is None
-        return None if is_longer or needs_setting else cls(word, setting=cls.usual_setting)
+        return None if is_longer or needs_setting else cls(name, word, setting=cls.usual_setting)
 
-    def levels_of(self, levels: tuple[int, ...]) -> tuple[int, ...]:
-        """The levels that it changes, where a command asks for these.
-
-        Raises:
-            ValueError: it cannot change these alone.
-        """
-        return levels
-
-    def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Run a pipeline's self-attention with it inside the `with` block, if `places` has images.
-
-        Raises:
-            NotImplementedError: it has none.
-        """
-        raise NotImplementedError(f"{self.kind} makes no images.")
+    def loaded(self, pipe: Any, levels: tuple[int, ...]) -> Self:
+        self.check(next(network_of(pipe).parameters()))
+        return replace(self, levels=self.levels or levels)
 
     def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
         """The function that computes a call, if `places` has keys.

@@ -26,7 +26,7 @@ class Exact(Word):
     def columns(self, num_tokens: int) -> int:
         return num_tokens
 
-    def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
+    def applied(self, pipe: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
@@ -43,8 +43,8 @@ class ValueProjection(Word):
     def columns(self, num_tokens: int) -> int:
         return 0
 
-    def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
-        return all_layers_by(pipe, own_values, levels)
+    def applied(self, pipe: Any) -> AbstractContextManager[None]:
+        return all_layers_by(pipe, own_values, self.levels)
 
     def on_keys(self, call: Tensors, *, timed: bool) -> Callable[[], Tensor]:
         values = keys_and_values(call)[1]

@@ -91,8 +91,8 @@ class Peer(Word):
         run = partial(self.attend, inputs, call.scale)
         return run if timed else lambda: in_order(run(), order)[:, :, :num_queries]
 
-    def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
-        return all_layers_by(pipe, self._in_model, levels)
+    def applied(self, pipe: Any) -> AbstractContextManager[None]:
+        return all_layers_by(pipe, self._in_model, self.levels)
 
     def _in_model(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Over the grid tokens in query order, followed by the text."""

@@ -27,15 +27,6 @@ PEERS = tuple(word.kind for word in WORDS if issubclass(word, Peer))
 PATH_SIGNS = "/\\"  # no configuration contains one
 
 
-def parse_word(name: str) -> Word | None:
-    """The attention of a word; None for configurations and folders.
-
-    Raises:
-        ValueError: its suffix is wrong.
-    """
-    return next((found for word in WORDS if (found := word.parse(name, ()))), None)
-
-
 def parse_method(name: str, levels: tuple[int, ...]) -> AttentionMethod:
     """Parse the name of a method; configurations without `@L` get `levels`.
 
@@ -43,11 +34,12 @@ def parse_method(name: str, levels: tuple[int, ...]) -> AttentionMethod:
         ValueError: the name is malformed, there is no such folder, or it is both a folder and a
             configuration.
     """
-    if word := parse_word(name):
-        return word
+    for word in WORDS:
+        if found := word.parse(name, levels):
+            return found
     folder = Folder.parse(name, levels)
     try:
-        found = Configuration.parse(name, levels)
+        configuration = Configuration.parse(name, levels)
     except ValueError as error:
         if folder is not None:
             return folder
@@ -64,7 +56,7 @@ def parse_method(name: str, levels: tuple[int, ...]) -> AttentionMethod:
             f"methods: {folder.source} is a configuration, but also a folder here; write "
             f"./{folder.source} for the folder."
         )
-    return found
+    return configuration
 
 
 def check_place(name: str, place: str) -> None:

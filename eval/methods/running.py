@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
+from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers, set_num_refined
 from avq_diffusers.mini import is_mini_sd3
 
 if TYPE_CHECKING:
@@ -45,16 +45,21 @@ def network_of(pipe: "DiffusionPipeline") -> "ModelMixin":
 
 
 @contextmanager
-def avq_in(model: Any, source: Any, **options: Any) -> Iterator[None]:
+def avq_in(
+    model: Any, source: Any, *, num_refined: int | None = None, **options: Any
+) -> Iterator[None]:
     """Run AVQ in a pipeline or model inside the `with` block, also where exact is faster.
 
     Args:
         model: as in `apply_avq`.
         source: what `apply_avq` takes: a configuration, codebooks or a profile.
+        num_refined: parents refined per query tile, instead of the source's own number.
         options: its other arguments.
     """
     apply_avq(model, source, route="always", **options)
     try:
+        if num_refined is not None:
+            set_num_refined(model, num_refined)
         yield
     finally:
         remove_avq(model)

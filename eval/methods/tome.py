@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import Self
 
 from eval.methods.avq import level_label
 from eval.methods.base import UNET_IMAGES, UNET_STEP, Word
@@ -36,16 +37,17 @@ class ToMe(Word):
         if find_spec("tomesd") is None:
             raise ValueError("method tome needs the package tomesd: pip install tomesd.")
 
-    def levels_of(self, levels: tuple[int, ...]) -> tuple[int, ...]:
-        levels = self.levels or levels
-        if set(levels) != set(range(len(levels))):
+    def loaded(self, pipe: Any, levels: tuple[int, ...]) -> Self:
+        found = super().loaded(pipe, levels)
+        if set(found.levels) != set(range(len(found.levels))):
             raise ValueError(
-                f"tome merges tokens from level 0 on, leaving none out, but got levels {levels}."
+                f"tome merges tokens from level 0 on, leaving none out, but got levels "
+                f"{found.levels}."
             )
-        return levels
+        return found
 
-    def applied(self, pipe: Any, levels: tuple[int, ...]) -> AbstractContextManager[None]:
-        return merged_tokens(pipe.unet, levels, self.setting)
+    def applied(self, pipe: Any) -> AbstractContextManager[None]:
+        return merged_tokens(pipe.unet, self.levels, self.setting)
 
 
 @contextmanager

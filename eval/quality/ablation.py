@@ -17,7 +17,7 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers.mini.loading import usual_guidance
-from eval.methods.prepared import attention_method, prepare_methods
+from eval.methods.prepared import attention_method, load_methods
 from eval.quality.repeats import recorded_calls, repeated_errors
 from eval.store.markdown import rows_table, standard_error
 
@@ -102,7 +102,7 @@ def ablation_rows(
         num_inference_steps: their denoising steps.
     """
     folders = [str(folder) for folder in trained.values()]
-    methods = prepare_methods(pipe, folders, levels=(0,), calibration_prompts=())
+    methods = load_methods(pipe, folders, levels=(0,))
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": usual_guidance(pipe)}
     calls = recorded_calls(pipe, prompts, 0, BATCH, **settings)
     rows = []

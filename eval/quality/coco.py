@@ -28,7 +28,9 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import TEMPORARY, atomic_write, locked, write_text
-from eval.methods.prepared import Method, attention_method, calibrated, load_methods
+from eval.methods.avq import Codewords
+from eval.methods.base import AttentionMethod
+from eval.methods.prepared import attention_method, load_methods
 from eval.methods.registry import parse_method
 from eval.methods.running import load_pipeline
 from eval.quality.captions import Captions
@@ -100,7 +102,7 @@ class Row:
             state.wait_for_everyone()
             if self._has_codebooks:
                 codebooks = AVQCodebooks.from_pretrained(self.folder / CODEBOOKS).to(device)
-                loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
+                loaded = replace(loaded, codebooks=codebooks)
             settings = self.settings
             if device.type == "cpu":
                 settings = replace(settings, batch_size=1)
@@ -162,7 +164,7 @@ class Row:
     def _has_codebooks(self) -> bool:
         return (self.folder / CODEBOOKS / "config.json").exists()
 
-    def _begin(self, pipe: StableDiffusionPipeline, loaded: Method) -> None:
+    def _begin(self, pipe: StableDiffusionPipeline, loaded: AttentionMethod) -> None:
         """Write the manifest, then everything else except the images.
 
         Codebooks are saved once, so that all processes and restarts share them. A complete folder
@@ -171,7 +173,7 @@ class Row:
         manifest = read_manifest(self.folder) if (self.folder / MANIFEST).exists() else None
         method = None
         if not self._has_codebooks:
-            method = calibrated(pipe, loaded, self.calibration_prompts)
+            method = loaded.calibrated(pipe, self.calibration_prompts)
         row = manifest["row"] if method is None else method.facts()
         paths = (image_path(self.folder, number) for number in range(len(self.captions.texts)))
         if manifest is None or not all(is_whole(path, self.settings.size) for path in paths):
@@ -188,7 +190,7 @@ class Row:
             )
             write_text(self.folder / CAPTIONS, "\n".join(self.captions.texts) + "\n")
             (self.folder / IMAGES).mkdir(exist_ok=True)
-        if method is not None and method.codebooks is not None:
+        if isinstance(method, Codewords) and method.codebooks is not None:
             method.codebooks.save_pretrained(self.folder / CODEBOOKS)
 
 

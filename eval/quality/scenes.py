@@ -12,7 +12,8 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from distill.scenes import Scene, corrupt, render
-from eval.methods.prepared import Method, attention_method, calibrated, load_methods
+from eval.methods.base import AttentionMethod
+from eval.methods.prepared import attention_method, load_methods
 from eval.methods.registry import EXACT
 from eval.quality.frechet import Gaussian, distances, fit_gaussian, frechet_distance
 from eval.quality.generation import Sampling, dilation_config, generate
@@ -91,7 +92,7 @@ def score_methods(
     loaded = load_methods(pipe, trial.methods, levels=trial.levels)
     finished = _still_valid(finished, loaded)
     prepared = [
-        method if method.name in finished else calibrated(pipe, method, trial.calibration_prompts)
+        method if method.name in finished else method.calibrated(pipe, trial.calibration_prompts)
         for method in loaded
     ]
     real = _render_all(trial.reference_scenes, settings.size)
@@ -119,8 +120,7 @@ def score_methods(
             alike |= psnr_metrics(psnr(images, exact[0]))
         if method.name == EXACT:
             exact = images, gaussian
-        unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
-        yield {**method.facts(), **unusual, **figures, **alike, "seconds_per_image": seconds}
+        yield {**method.facts(), **figures, **alike, "seconds_per_image": seconds}
         del images  # before generating the next
 
 
@@ -155,7 +155,7 @@ class Measure:
 
 
 def _still_valid(
-    finished: Mapping[str, Mapping[str, Any]], methods: Sequence[Method]
+    finished: Mapping[str, Mapping[str, Any]], methods: Sequence[AttentionMethod]
 ) -> dict[str, Mapping[str, Any]]:
     """The finished rows that can be kept, by method."""
     is_compared = any(method.name == EXACT for method in methods)

@@ -34,7 +34,7 @@ from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import vision_arguments
 from eval.methods.peer import Peer
 from eval.methods.prepared import attention_method, load_methods
-from eval.methods.registry import EXACT, parse_method, parse_word
+from eval.methods.registry import EXACT, parse_method
 from eval.methods.running import avq_in, network_of
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr, psnr_metrics
@@ -181,7 +181,7 @@ def _method_row(name: str, errors: Sequence[float]) -> Row:
 
 
 def _is_peer(name: str) -> bool:
-    return isinstance(parse_word(name), Peer)
+    return isinstance(parse_method(name, (0,)), Peer)
 
 
 def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:

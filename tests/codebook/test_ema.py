@@ -79,14 +79,6 @@ def test_batch_statistics_by_hand():
     assert counts.tolist() == [[[2.0, 1.0, 0.0], [2.0, 2.0, 0.0]]]
 
 
-def test_children_without_the_constraint():
-    """Catches a projection, and an empty child that leaves its place."""
-    key_sums, counts = batch_statistics(KEYS, line_codebook())
-    derived = derive_codebook(key_sums, counts, line_codebook(), constrain=False)
-    assert derived.parents[..., 0].tolist() == [[-0.875, 9.0]]
-    assert derived.children[..., 0].tolist() == [[[-2.0, 1.0], [9.0, 11.0]]]
-
-
 def test_one_update_by_hand():
     statistics = Learning(line_codebook())
     statistics.update(*batch_statistics(KEYS, statistics.codebook()), decay=0.5)
@@ -238,18 +230,15 @@ def test_dead_parents_move_to_different_keys_with_their_children():
     assert leaf_error(keys, new) < leaf_error(keys, codebook)
 
 
-def test_children_of_dead_parents_move_along_without_the_constraint():
-    """Catches children that stay where their dead parent was, and others that move as well."""
+def test_only_children_of_dead_parents_move_along():
+    """Catches children of other parents that move as well."""
     keys, codebook, key_sums, counts = far_layer()
     assert (counts[:, :4, 0] > 1).all()
     counts[:, :4, 1:3] = 0  # of two children without keys, the second stays
     key_sums[:, :4, 1:3] = 0
-    arguments = {"least_count": 1.0, "constrain": False}
-    new_sums, new_counts, new = reassign_dead(key_sums, counts, codebook, keys, **arguments)
-    offsets = codebook.children[:, 4:] - codebook.parents[:, 4:, None]
-    torch.testing.assert_close(new.children[:, 4:] - new.parents[:, 4:, None], offsets)
+    new_sums, new_counts, new = reassign_dead(key_sums, counts, codebook, keys, least_count=1.0)
     assert (new.children[:, 4:] - codebook.children[:, 4:]).abs().min() > 50
-    living = derive_codebook(new_sums, new_counts, codebook, constrain=False)
+    living = derive_codebook(new_sums, new_counts, codebook)
     assert torch.equal(new.children[:, :4], living.children[:, :4])
     assert torch.equal(new.parents, living.parents)
 
@@ -281,9 +270,9 @@ def test_dead_codewords_are_drawn_by_squared_distance():
     counts = torch.tensor([[8.0, 0.0], [0.0, 0.0]]).expand(heads, 2, 2)
     key_sums = torch.zeros(heads, 2, 2, 1)
     codebook = Codebook(parents, children)
-    arguments = {"least_count": 1.0, "constrain": False}
-    _, _, new = reassign_dead(key_sums, counts, codebook, keys, **arguments)
-    for moved in (new.parents[:, 1, 0], new.children[:, 0, 0, 0]):
+    key_sums, counts, _ = reassign_dead(key_sums, counts, codebook, keys, least_count=1.0)
+    means = (key_sums / counts[..., None])[..., 0]
+    for moved in (means[:, 1, 0], means[:, 0, 1]):
         is_far = moved == 3
         assert (is_far | (moved == 1)).all()
         # Five standard deviations of the share.

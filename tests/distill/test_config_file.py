@@ -140,7 +140,7 @@ def test_all_problems_of_a_configuration_are_named_at_once(tmp_path):
         ("a: [", "is not a YAML file: "),
         (BOMB, r"write the values of the alias \*a again"),
         ("a: &a {b: 1}\nc: {<<: *a}", r"write the values of the alias \*a again"),
-        ("steps: " + "[" * 20_000, "is not a YAML file: "),
+        ("steps: " + "[" * 2000, "is not a YAML file: "),
         ("a: " + "1" * 100_000, "must have at most 100000 bytes, but has more"),
         ("base: 3", "base must be another file beside .*config.yaml, but got 3"),
     ],
@@ -164,20 +164,11 @@ def test_a_file_that_is_not_regular_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("steps=many", "steps must be a valid integer, but got 'many'."),
         ("steps=true", "steps must be a valid integer, but got True."),
-        (
-            "compile=often",
-            "compile must be a valid boolean, unable to interpret input, but got 'often'.",
-        ),
-        ("avq.levels=0", "avq.levels must be a valid tuple, but got 0."),
-        ("avq.levels=[a]", "as an integer, but got 'a'."),
         (
             "data=scenes",
             "data must be a dictionary or an instance of DataConfig, but got 'scenes'.",
         ),
-        ("steps=null", "steps must be a valid integer, but got None."),
-        ("adam_betas=[0.9]", "the key adam_betas.1 is missing."),
         ("steps", "--set must be key=value, but got 'steps'."),
         ("steps=0", "steps must be greater than or equal to 1, but got 0."),
         ("image_size=60", "image_size must be a multiple of 8, but got 60."),
@@ -188,7 +179,6 @@ def test_a_file_that_is_not_regular_is_refused(tmp_path):
             r"prompts must be text, but its character 1 is a lone surrogate, '\udcff'.",
         ),
         ("precision=fp8", "precision must be 'fp32', 'fp16' or 'bf16', but got 'fp8'."),
-        ("checkpoint_every=0", "checkpoint_every must be greater than or equal to 1, but got 0."),
         ("max_grad_norm=.nan", "max_grad_norm must be greater than 0, but got nan."),
         ("learning_rate=.inf", "learning_rate must be a finite number, but got inf."),
         (f"seed={2**63}", f"seed must be less than or equal to {2**63 - 1}, but got {2**63}."),
@@ -196,11 +186,11 @@ def test_a_file_that_is_not_regular_is_refused(tmp_path):
             "objective.noise_weight=-1",
             "noise_weight must be greater than or equal to 0, but got -1.",
         ),
-        ("adam_betas=[0.9,1.5]", "adam_betas.1 must be less than 1, but got 1.5."),
     ],
 )
 def test_wrong_values_are_named(override, message):
-    """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
+    """Once for each kind of field. Catches a modulo by zero after k-means, and clipping that turns
+    gradients around."""
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         distillation([override])
 

@@ -568,6 +568,7 @@ def train_in_a_rank() -> None:
     """What one of two processes does that train together."""
     folder, *settings = sys.argv[1:]
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate takes all cores, for tiny tensors
     cache.SHARD = 2  # so that both processes build a part
     config = load_config(RUN_CONFIG, DistillConfig, settings)
     run = Run(config, Path(folder) / "two", resume=False)

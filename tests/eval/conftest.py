@@ -9,7 +9,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers import select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
-from eval.methods import prepared
+from eval.methods import avq
 from eval.quality import metrics
 from eval.store.report import SCORER
 
@@ -17,9 +17,9 @@ from eval.store.report import SCORER
 @pytest.fixture(scope="session", autouse=True)
 def short_calibration():
     """Two steps in place of 25: no test asks how good calibrated codebooks are."""
-    short = partial(prepared.calibrate, num_inference_steps=2, keys_per_layer=1024)
+    short = partial(avq.calibrate, num_inference_steps=2, keys_per_layer=1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "calibrate", short)
+        patch.setattr(avq, "calibrate", short)
         yield
 
 

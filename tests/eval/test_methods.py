@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
+from eval.methods.folder import Folder
 from eval.methods.peer import Peer
-from eval.methods.prepared import Method, attention_method, load_methods
-from eval.methods.registry import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME
+from eval.methods.prepared import attention_method, load_methods
+from eval.methods.registry import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME, parse_method
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_own_codewords_are_those_of_apply_avq(name, config):
     """Fails for codebooks, another configuration, a suffix that is lost, or a faster route."""
     pipe = two_level_pipe()
     (method,) = prepare(pipe, name)
-    assert (method.own, method.codebooks) == (config, None)
+    assert (method.config, method.codebooks) == (config, None)
     with attention_method(pipe, method):
         drawn = draw(pipe)
     assert torch.equal(drawn, draw(apply_avq(pipe, config, route="always")))
@@ -159,12 +161,13 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert method.facts()["config"] == "M4P1C2, up_blocks exact"
     assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
     mixed = AVQConfig.parse("M4P2C2", levels=(0, 1), overrides={"1": {"num_parents": 8}})
-    facts = Method("x", (0, 1), random_codebooks(two_level_unet(), mixed)).facts()
+    books = random_codebooks(two_level_unet(), mixed)
+    facts = Folder("x", "x", levels=(0, 1), codebooks=books).facts()
     # Three layers of 4 + 2 x 2 codewords, and one of 8 + 2 x 2.
     assert (facts["effective_codewords"], facts["config"]) == (9, "M4P2C2, M8P2C2")
     unusual = {"query_tile": 16, "query_order": "random", "key_norm": True}
     codebooks = random_codebooks(two_level_unet(), AVQConfig.parse("M4P2C2", **unusual))
-    assert Method("x", (0,), codebooks).unusual_fields == unusual
+    assert Folder("x", "x", levels=(0,), codebooks=codebooks).facts()["fields"] == unusual
     assert own.facts() == {
         "method": own.name,
         "config": "M4P1C2/own, up_blocks exact",
@@ -179,7 +182,7 @@ def test_what_rows_say_of_their_methods(linfusion):
 def test_a_changed_pipeline_is_refused(name, tool, linfusion):
     """Fails for a method that takes the change away, or measures it as something else."""
     pipe = two_level_pipe()
-    method = Method(name, (0,))
+    method = replace(parse_method(name, ()), levels=(0,))
     if tool == "AVQ":
         apply_avq(pipe, random_codebooks(pipe.unet))
     else:
@@ -276,7 +279,8 @@ def test_peers_meet_all_tokens_in_an_order_of_neighbours(monkeypatch):
         return F.scaled_dot_product_attention(*inputs, scale=scale)
 
     monkeypatch.setattr(Peer, "attend", attend)
-    with attention_method(pipe, Method("pisa@.15", (0,))):
+    method = replace(parse_method("pisa@.15", ()), levels=(0,))
+    with attention_method(pipe, method):
         found = predict(pipe.transformer)
     torch.testing.assert_close(found, exact)
     assert orders == [("pisa", 0.15, True)] * len(select_layers(pipe.transformer))

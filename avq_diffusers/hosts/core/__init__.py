@@ -72,7 +72,6 @@ from avq_diffusers.hosts.core.timesteps import (
     are_training_timesteps,
     at_timestep,
     rounded_up,
-    sampling_weights,
     starts_of_parts,
 )
 from avq_diffusers.hosts.core.weights import LayerWeights, project

@@ -12,7 +12,6 @@ from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers.hosts.core.arguments import named_arguments
@@ -103,19 +102,6 @@ class Timesteps(NamedTuple):
         is_read_each_time = table.device.type == "cpu"
         values = read() if is_read_each_time else read_once(table, read, self.argument)
         return values[timestep.storage_offset()]
-
-
-def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:
-    """Approximate weight (T,) of a predicted noise's squared error in the image's squared error.
-
-    A DDIM step from timestep t to s, the next of `num_steps` timesteps, moves latents / alpha by
-    sigma(t) - sigma(s) times the predicted noise, where sigma is noise over signal. With latents of
-    unit variance, later steps keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
-    """
-    sigmas = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
-    stride = max(1, len(sigmas) // num_steps)
-    steps = sigmas - F.pad(sigmas, (stride, 0))[: len(sigmas)]
-    return steps.square() * alphas_cumprod
 
 
 def starts_of_parts(timesteps: Sequence[float], parts: int) -> list[int]:
