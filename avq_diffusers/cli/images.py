@@ -71,10 +71,6 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
         raise ValueError(
             f"--steps must be at most the model's {most} timesteps, but got {request.steps}."
         )
-    if request.scalecrafter and not has_unet(pipe):
-        raise ValueError("--scalecrafter dilates a UNet's convolutions; this model has no UNet.")
-    if request.scalecrafter:
-        usual_scalecrafter(pipe, height, width)
     most_pixels = largest_side(pipe)
     for name, side in (("height", height), ("width", width)):
         if most_pixels is not None and side > most_pixels:
@@ -94,12 +90,15 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
 
 
 def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextManager[None]:
-    """Run ScaleCrafter inside the `with` block if the request asks for it."""
+    """Run ScaleCrafter inside the `with` block if a request from `fit_request` asks for it."""
     if not request.scalecrafter:
         return nullcontext()
-    side = training_size(pipe)
-    height, width = request.height or side, request.width or side
-    return scalecrafter(pipe, height, width, config=usual_scalecrafter(pipe, height, width))
+    if not has_unet(pipe):
+        raise ValueError("--scalecrafter dilates a UNet's convolutions; this model has no UNet.")
+    assert request.height is not None
+    assert request.width is not None
+    size = request.height, request.width
+    return scalecrafter(pipe, *size, config=usual_scalecrafter(pipe, *size))
 
 
 def timed_image(

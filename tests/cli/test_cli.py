@@ -62,13 +62,6 @@ PROMPT = "a red fox"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    two_level_pipe().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def codebooks(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("codebooks")
     random_codebooks(two_level_pipe().unet, CONFIG).save_pretrained(folder)
@@ -387,7 +380,7 @@ def test_generate_with_a_transformer(avq, tmp_path):
     assert output.count("M4P1C2AVQ(torchbackend)") == 3
     assert pixels("avq.png").shape == (64, 64, 3)  # the training size
     with pytest.raises(ValueError, match="--scalecrafter dilates a UNet's convolutions; this mod"):
-        fit_request(pipe, ImageRequest(PROMPT, scalecrafter=True))
+        images.dilation(pipe, ImageRequest(PROMPT, scalecrafter=True))
 
 
 def test_arguments_that_a_pipeline_does_not_take():
