@@ -14,7 +14,6 @@ from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import scalecrafter, usual_scalecrafter
-from avq_diffusers.hosts.core import are_training_timesteps
 from avq_diffusers.hosts.models import has_unet
 from avq_diffusers.hosts.verbs import avq_disabled
 from avq_diffusers.mini.loading import usual_guidance
@@ -163,11 +162,7 @@ def measured_on(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str, Any
     arguments = _call_arguments(pipe, request)
     arguments["prompt"] = [request.prompt]
     arguments["seed"] = request.seed
-    steps = arguments["num_inference_steps"] = min(request.steps, ERROR_STEPS)
-    if has_unet(pipe):
-        pipe.scheduler.set_timesteps(steps)
-        if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
-            arguments["parts"] = 1
+    arguments["num_inference_steps"] = min(request.steps, ERROR_STEPS)
     return arguments
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import EDMEulerScheduler, StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 from tiny import (
     CONFIG,
@@ -46,7 +46,6 @@ from avq_diffusers.cli.images import (
     _call_arguments,
     fit_request,
     largest_side,
-    measured_on,
     timed_image,
 )
 from avq_diffusers.cli.main import main
@@ -253,15 +252,6 @@ def lefts(sheet: np.ndarray, image: np.ndarray) -> int:
             if np.array_equal(sheet[top : top + height, left : left + width], image):
                 return left
     raise AssertionError("the image is not on the sheet")
-
-
-def test_errors_of_a_sampler_without_training_timesteps_are_measured_over_all_steps():
-    """Catches a refusal of EDM's samplers, which have no parts of the denoising."""
-    pipe = two_level_pipe()
-    request = fit_request(pipe, ImageRequest(PROMPT))
-    assert "parts" not in measured_on(pipe, request)
-    pipe.scheduler = EDMEulerScheduler()
-    assert measured_on(pipe, request)["parts"] == 1
 
 
 def test_tolerance_is_honoured(avq, model, monkeypatch):

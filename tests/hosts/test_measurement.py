@@ -253,10 +253,11 @@ class TestMeasure:
             measure(pipe, num_inference_steps=1)
 
     def test_samplers_without_training_timesteps(self, pipe):
+        """Catches a refusal where nobody asked for parts."""
         pipe.scheduler = EDMEulerScheduler()
         with pytest.raises(ValueError, match="measure_error with several parts need a sampler"):
             measure(pipe, parts=3)
-        assert {*measure(pipe, parts=1, num_inference_steps=1).parts} == {1000}
+        assert {*measure(pipe, num_inference_steps=4).parts} == {1000}
 
 
 @pytest.mark.parametrize(

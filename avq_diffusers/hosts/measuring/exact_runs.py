@@ -24,6 +24,7 @@ from avq_diffusers.hosts.core import (
     LayerSpec,
     LayerState,
     Timesteps,
+    are_training_timesteps,
     at_timestep,
     checked_examples,
     installed,
@@ -87,7 +88,8 @@ class ExactRuns:
         self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         check_int("num_inference_steps", num_inference_steps, 1, NUM_TRAIN_TIMESTEPS)
-        check_int("parts", 1 if parts is None else parts, 1, NUM_TRAIN_TIMESTEPS)
+        self.least_parts = 1 if parts is None else parts
+        check_int("parts", self.least_parts, 1, NUM_TRAIN_TIMESTEPS)
         has_timesteps = len(self.models) == 1 and self.models[0].timesteps is not None
         has_parts = has_timesteps and self.scheduler is not None
         usual_parts = max(1, min(3, num_inference_steps // 2)) if has_parts else 1
@@ -209,6 +211,9 @@ class ExactRuns:
             if told is not None and scheduled is not None:
                 steps = self.step + len({*_left(scheduled.tolist(), told)})
             self.progress.begin_step(self.step, steps)
+        is_first = self.parts > self.least_parts and not self.numbers
+        if is_first and not are_training_timesteps(self.scheduler.timesteps.tolist()):
+            self.parts = self.least_parts
         if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
