@@ -20,7 +20,6 @@ SETTINGS_2X = {
     "dilations": [1, 2],
     "num_dilated_steps": 30,
     "progressive": False,
-    "damped_dilations": None,
     "downsamplers": True,
 }
 

@@ -220,11 +220,11 @@ def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipel
     return quiet(cls(**tiny_components(unet), **components, requires_safety_checker=False))
 
 
-def adapter_pipe(**unet):
+def adapter_pipe():
     """With a T2I-Adapter, which needs cross-attention at all levels but the last."""
     torch.manual_seed(4)
     adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
-    unet = tiny_unet(**SD15_BLOCKS, **unet)
+    unet = tiny_unet(**SD15_BLOCKS)
     return tiny_pipe(unet, StableDiffusionAdapterPipeline, adapter=adapter.eval())
 
 

@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 
 from diffusers import DiffusionPipeline
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.dials import refined_plan, set_dial, usual_values
 from avq_diffusers.cli.images import dilation, first_steps, fit_request, timed_image
 from avq_diffusers.cli.loading import compile_model, load_pipeline
-from avq_diffusers.cli.output import save_sheet, sheet_path, table_of
+from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import NUM_REFINED, THRESHOLD, Dial, ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_write
-from avq_diffusers.hosts.core import AVQSource
+from avq_diffusers.hosts.core import AVQSource, as_table
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled
 from avq_diffusers.images import image_sheet, psnr
 
@@ -68,8 +66,7 @@ def bench_model(
     with dilation(pipe, request):
         choices = compared(pipe, source, request, dial)
         results = list(run_choices(pipe, choices, requests))
-    Console().print(bench_table(results))
-    print(LEGEND)
+    print(f"{bench_table(results)}\n{LEGEND}")
     size = f"{request.width}x{request.height}"
     plot_bench(results, f"{Path(model.name).name}, {size}, steps {request.steps}", out)
     save_sheet(bench_sheet(results, list(map(str, requests))), out)
@@ -115,8 +112,8 @@ def run_choices(
         yield result(label, exact.images)
 
 
-def bench_table(results: Sequence[ChoiceResult]) -> Table:
-    """Return the table, one row per choice."""
+def bench_table(results: Sequence[ChoiceResult]) -> str:
+    """The table, one row per choice."""
     exact, rows = results[0], [("", "seconds", "speed", "PSNR dB", "cold step", "warm step")]
     for result in results:
         row = (
@@ -128,7 +125,7 @@ def bench_table(results: Sequence[ChoiceResult]) -> Table:
             f"{result.warm:.2f}",
         )
         rows.append(row)
-    return table_of(rows)
+    return as_table(rows)
 
 
 def bench_sheet(results: Sequence[ChoiceResult], row_titles: Sequence[str]) -> Image.Image:

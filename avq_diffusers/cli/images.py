@@ -14,7 +14,6 @@ from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import scalecrafter, usual_scalecrafter
-from avq_diffusers.hosts.core import are_training_timesteps
 from avq_diffusers.hosts.models import has_unet
 from avq_diffusers.hosts.verbs import avq_disabled
 from avq_diffusers.mini.loading import usual_guidance
@@ -71,10 +70,6 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
         raise ValueError(
             f"--steps must be at most the model's {most} timesteps, but got {request.steps}."
         )
-    if request.scalecrafter and not has_unet(pipe):
-        raise ValueError("--scalecrafter dilates a UNet's convolutions; this model has no UNet.")
-    if request.scalecrafter:
-        usual_scalecrafter(pipe, height, width)
     most_pixels = largest_side(pipe)
     for name, side in (("height", height), ("width", width)):
         if most_pixels is not None and side > most_pixels:
@@ -94,12 +89,15 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
 
 
 def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextManager[None]:
-    """Run ScaleCrafter inside the `with` block if the request asks for it."""
+    """Run ScaleCrafter inside the `with` block if a request from `fit_request` asks for it."""
     if not request.scalecrafter:
         return nullcontext()
-    side = training_size(pipe)
-    height, width = request.height or side, request.width or side
-    return scalecrafter(pipe, height, width, config=usual_scalecrafter(pipe, height, width))
+    if not has_unet(pipe):
+        raise ValueError("--scalecrafter dilates a UNet's convolutions; this model has no UNet.")
+    assert request.height is not None
+    assert request.width is not None
+    size = request.height, request.width
+    return scalecrafter(pipe, *size, config=usual_scalecrafter(pipe, *size))
 
 
 def timed_image(
@@ -164,11 +162,7 @@ def measured_on(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str, Any
     arguments = _call_arguments(pipe, request)
     arguments["prompt"] = [request.prompt]
     arguments["seed"] = request.seed
-    steps = arguments["num_inference_steps"] = min(request.steps, ERROR_STEPS)
-    if has_unet(pipe):
-        pipe.scheduler.set_timesteps(steps)
-        if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
-            arguments["parts"] = 1
+    arguments["num_inference_steps"] = min(request.steps, ERROR_STEPS)
     return arguments
 
 

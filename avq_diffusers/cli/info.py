@@ -1,12 +1,11 @@
 """`avq info`: the environment, for a bug report."""
 
 import platform
-import shutil
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from platformdirs import user_cache_path
+from torch.utils import collect_env
 
 from avq_diffusers.attention.limits import VERIFIED, obstacles
 from avq_diffusers.attention.self_check import is_verified
@@ -51,19 +50,11 @@ def _described(device: torch.device) -> str:
         return f"PyTorch sees no GPU; {device_name(device)}"
     major, minor = torch.cuda.get_device_capability(device)
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
     return (
         f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, "
-        f"{total:.0f} GiB, CUDA {torch.version.cuda}, driver {_driver()}"
+        f"{total:.0f} GiB, CUDA {torch.version.cuda}, driver {driver}"
     )
-
-
-def _driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    return found[0] if found else "unknown"
 
 
 def _state(backend: str, device: torch.device) -> str:

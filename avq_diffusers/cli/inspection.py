@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 
-from rich.console import Console
-
-from avq_diffusers.cli.output import table_of
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.hosts.codebooks import AVQCodebooks
-from avq_diffusers.hosts.core import short_names
+from avq_diffusers.hosts.core import as_table, short_names
 
-REPORT_WIDTH = 100
 HEADINGS = ("layer", "level", "heads", "config", "spread", "error", "capture", "active")
+LEGEND = """spread: of children around their parent; error: quantization, in key variances
+capture: share of attention on refined parents; active: share of codewords in use"""
 METRICS = ("quantization_error", "capture", "active_ratio")
 
 
@@ -32,16 +30,7 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
             *(f"{measured[key]:.3f}" if key in measured else "-" for key in METRICS),
         )
         rows.append(row)
-    table = table_of(
-        rows,
-        title=f"{codebooks.avq_config} {kind} of {config['base_model']}",
-        caption="spread: of children around their parent; error: quantization, in key variances;\n"
-        "capture: share of attention on refined parents; active: share of codewords in use",
-    )
-    # rich truncates what does not fit; a narrow terminal wraps it.
-    console = Console()
-    console.width = max(console.width, REPORT_WIDTH)
-    console.print(table)
+    print(f"{codebooks.avq_config} {kind} of {config['base_model']}\n{as_table(rows)}\n{LEGEND}")
 
 
 def _metrics(codebooks: AVQCodebooks) -> dict[str, Mapping[str, float]]:

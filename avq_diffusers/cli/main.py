@@ -255,10 +255,8 @@ def main() -> None:
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
         print(f"avq: {error}", file=sys.stderr)
         sys.exit(2)
-    except RuntimeError as error:
-        from avq_diffusers.hosts.core import lacks_memory
-
-        if not lacks_memory(error):
+    except RuntimeError as error:  # only CUDA has an exception of its own for lack of memory
+        if not any(text in str(error) for text in ("out of memory", "can't allocate memory")):
             raise
         print(
             "avq: out of memory at this size; try a smaller one, or --device cpu on a GPU.",

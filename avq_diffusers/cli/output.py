@@ -1,11 +1,8 @@
-"""Images and tables that `avq` writes."""
+"""Images that `avq` writes."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from avq_diffusers.files import TEMPORARY, atomic_write
 
@@ -28,18 +25,6 @@ def check_image_path(path: Path) -> None:
             temporary.unlink()
         except OSError as error:
             raise ValueError(f"--out: {file} cannot be written ({error.strerror}).") from error
-
-
-def table_of(
-    rows: Sequence[Sequence[str]], title: str | None = None, caption: str | None = None
-) -> Table:
-    """A table without lines; its first row and column are headings."""
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
 
 
 def save_sheet(sheet: Image.Image, out: Path) -> None:

@@ -11,12 +11,13 @@ from diffusers import DiffusionPipeline
 from avq_diffusers.cli.dials import set_dial, usual_values
 from avq_diffusers.cli.images import TimedImage, largest_side, timed_image, training_size
 from avq_diffusers.cli.request import NUM_REFINED, THRESHOLD, TOLERANCE, ImageRequest
-from avq_diffusers.config import AVQConfig, check_text
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.core import AVQSource
 from avq_diffusers.hosts.measuring import SHOWN_TOLERANCES
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, states_of, summary
 from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
 from avq_diffusers.mini.loading import usual_guidance
+from avq_diffusers.options import not_empty
 
 LARGEST_SEED = 2**32 - 1
 MOST_CHARACTERS = 5000  # per prompt; no text encoder reads that many
@@ -82,13 +83,11 @@ class _Events:
     ) -> list:
         """The exact image, with the other two cleared; nothing if it is already shown."""
         if not isinstance(prompt, str | None):
-            raise _mistake(f"The prompt must be text, but got {prompt!r}.")
-        if not prompt or not prompt.strip():
-            raise _mistake("The prompt is empty; say what the image shows.")
-        if len(prompt) > MOST_CHARACTERS:
-            raise _mistake(f"The prompt is over {MOST_CHARACTERS} characters long.")
+            raise _mistake(f"the prompt must be text, but got {prompt!r}.")
+        if len(prompt or "") > MOST_CHARACTERS:
+            raise _mistake(f"the prompt is over {MOST_CHARACTERS} characters long.")
         try:
-            check_text("The prompt", prompt)
+            prompt = not_empty(prompt or "")
         except ValueError as error:
             raise _mistake(str(error)) from error
         sides = f"one of {', '.join(map(str, self.sides))}"

@@ -17,7 +17,7 @@ from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini.loading import usual_guidance
 from eval.methods.running import network_of
 
-# ScaleCrafter goes through up to nine sets of dilations, each with its own graph.
+# ScaleCrafter goes through up to five sets of dilations in each attention; each is a graph.
 MOST_GRAPHS = 16
 
 

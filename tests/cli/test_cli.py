@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import EDMEulerScheduler, StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 from tiny import (
     CONFIG,
@@ -46,7 +46,6 @@ from avq_diffusers.cli.images import (
     _call_arguments,
     fit_request,
     largest_side,
-    measured_on,
     timed_image,
 )
 from avq_diffusers.cli.main import main
@@ -59,13 +58,6 @@ from avq_diffusers.images import MARGIN, psnr
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
 
 PROMPT = "a red fox"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    two_level_pipe().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -262,15 +254,6 @@ def lefts(sheet: np.ndarray, image: np.ndarray) -> int:
     raise AssertionError("the image is not on the sheet")
 
 
-def test_errors_of_a_sampler_without_training_timesteps_are_measured_over_all_steps():
-    """Catches a refusal of EDM's samplers, which have no parts of the denoising."""
-    pipe = two_level_pipe()
-    request = fit_request(pipe, ImageRequest(PROMPT))
-    assert "parts" not in measured_on(pipe, request)
-    pipe.scheduler = EDMEulerScheduler()
-    assert measured_on(pipe, request)["parts"] == 1
-
-
 def test_tolerance_is_honoured(avq, model, monkeypatch):
     """Fails where the choice is not applied, is measured on another image, or where sizes without
     codebooks are calibrated."""
@@ -387,7 +370,7 @@ def test_generate_with_a_transformer(avq, tmp_path):
     assert output.count("M4P1C2AVQ(torchbackend)") == 3
     assert pixels("avq.png").shape == (64, 64, 3)  # the training size
     with pytest.raises(ValueError, match="--scalecrafter dilates a UNet's convolutions; this mod"):
-        fit_request(pipe, ImageRequest(PROMPT, scalecrafter=True))
+        images.dilation(pipe, ImageRequest(PROMPT, scalecrafter=True))
 
 
 def test_arguments_that_a_pipeline_does_not_take():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny import CONFIG, random_codebooks, three_level_unet, two_level_pipe
+from tiny import CONFIG, random_codebooks, two_level_pipe, two_level_unet
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_threshold
 from avq_diffusers.cli import main as cli
@@ -173,7 +173,7 @@ def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference, capfd):
     visitor = visit()
     # The latter two are refused by fields of gradio, unless these leave that to the page.
     for changes in ({"prompt": "  "}, {"seed": -1}, {"width": [128]}):
-        with pytest.raises(AppError, match=r"The prompt is empty|Seed must|Width must be one of"):
+        with pytest.raises(AppError, match=r"the prompt is empty|Seed must|Width must be one of"):
             visitor.press_generate(**changes)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -212,10 +212,10 @@ def test_fields_are_refused_in_one_sentence():
     events = _Events(two_level_pipe(), SIZES)
     surrogate = json.loads(r'"a fox \ud800"')
     for changes, message in [
-        ({"prompt": surrogate}, r"The prompt must be text, but its character 7 is .*'\\ud800'\."),
-        ({"prompt": 7}, "The prompt must be text, but got 7."),
-        ({"prompt": None}, "The prompt is empty; say what the image shows."),
-        ({"prompt": "x" * 5001}, "The prompt is over 5000 characters long."),
+        ({"prompt": surrogate}, r"the prompt must be text, but its character 7 is .*'\\ud800'\."),
+        ({"prompt": 7}, "the prompt must be text, but got 7."),
+        ({"prompt": None}, "the prompt is empty; say what the image shows."),
+        ({"prompt": "x" * 5001}, "the prompt is over 5000 characters long."),
         ({"seed": 1e300}, "Seed must be a whole number to 4294967295, but got 1e\\+300."),
         *(
             ({"steps": x}, rf"Steps must be from 1 to 100, but got {x!r}\.")
@@ -264,7 +264,7 @@ def test_the_command_serves_a_page(site, model, tmp_path, monkeypatch, capsys):
     without rows before the first image, and refined parents shown beside a tolerance."""
     import gradio
 
-    random_codebooks(three_level_unet(), CONFIG).save_pretrained(tmp_path)
+    random_codebooks(two_level_unet(), CONFIG).save_pretrained(tmp_path)
     served = []
     monkeypatch.setattr(
         gradio.Blocks, "block_thread", lambda page: served.append(page) or page.close()

@@ -4,8 +4,7 @@ import copy
 import json
 import math
 import re
-import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,12 @@ from checks import differ, kinds
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
-    StableDiffusionPipeline,
     UNet2DConditionModel,
 )
 from peft import LoraConfig
 from tiny import (
-    adapter_pipe,
     draw,
-    quiet,
     random_codebooks,
-    random_image,
     sdxl_unet,
     tiny_pipe,
     tiny_unet,
@@ -159,9 +154,7 @@ class TestConvolution:
         latents = {"height": height // 8, "width": width // 8}
         expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
         plain, late = predict(unet, **latents), predict(unet, PLAIN, **latents)
-        pipe = tiny_pipe(unet).to(torch.float64)
-        with scalecrafter(pipe, height, width, config=config):
-            draw(pipe, height=height, width=width, guidance_scale=1.0)  # for noise-damped guidance
+        with scalecrafter(unet, height, width, config=config):
             assert_equal_to_rounding(predict(unet, **latents), expected)
             assert torch.equal(predict(unet, PLAIN, **latents), late)
         assert differ(expected, plain)
@@ -214,10 +207,6 @@ class TestTimesteps:
         assert [dilations[3] for dilations in found[:35]] == expected
         assert [dilations[2] for dilations in found[:35]] == [3] * 12 + [2] * 23
         assert {dilations[:2] for dilations in found[:35]} == {(1, 2)}
-        damped = [SD15_2048.dilations_at(float(t), damped=True) for t in scheduler.timesteps]
-        assert [dilations[3] for dilations in damped[:35]] == expected
-        assert {dilations[:2] for dilations in damped[:35]} == {(1, 1)}
-        assert set(damped[35:]) == {None}
 
     def test_kinds(self):
         """Catches a timestep that is read wrongly: a number, a tensor, an entry of a table that
@@ -311,7 +300,6 @@ class TestInTheBlock:
             (ValueError, "larger than the training size, 64, but got 64 x 32", (pipe, 64, 32)),
             (ValueError, "settings for 128 x 128, .*but got 128 x 64", (pipe, 128, 64)),
             (ValueError, r"settings for 128 x 128, 160 x 160, .*but got 96 x 128", (pipe, 96, 128)),
-            (ValueError, "needs a pipeline with guidance, but got UNet2D", (pipe.unet, 256, 256)),
             (ValueError, r"no 3x3 convolution at a level that dilations=\(1, 2\)",
              (traced_unet(), 256, 256, flat)),
             (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
@@ -343,7 +331,6 @@ class TestInTheBlock:
             ({"dilations": 2}, "dilations must hold numbers from 1 to 16"),
             ({"dilations": ("1", "2")}, "dilations must hold numbers from 1 to 16"),
             ({"dilations": (1, 1)}, "dilations must be above 1 at some level"),
-            ({"damped_dilations": (0,)}, "damped_dilations must hold"),
             ({"num_dilated_steps": 51}, "num_dilated_steps must be at most 50, but got 51"),
             ({"num_dilated_steps": 3.5}, r"num_dilated_steps must be an int, but got 3\.5"),
         ],
@@ -351,140 +338,6 @@ class TestInTheBlock:
     def test_config(self, fields, message):
         with pytest.raises((TypeError, ValueError), match=message):
             ScaleCrafterConfig(**{"dilations": (1, 2), "num_dilated_steps": 30} | fields)
-
-
-SIZE_4X = {"height": 128, "width": 128}
-
-
-def damped_pipe(cls=StableDiffusionPipeline, **unet):
-    """A pipeline whose UNet was trained, by its config, on images of 32 x 32."""
-    return tiny_pipe(tiny_unet(sample_size=4, **unet), cls)
-
-
-class TestNoiseDampedGuidance:
-    def test_by_hand(self, dilated):
-        """Catches halves or networks that are swapped: weak(uncond) + w (strong - strong)."""
-        pipe = damped_pipe()
-        strong = {667: by_level(2, 2, 3), 334: by_level(2, 2, 2), 1: {}}
-        weak = {667: by_level(1, 2, 3), 334: by_level(1, 2, 2), 1: {}}
-        text, empty = pipe.encode_prompt("a red fox", "cpu", 1, True)
-        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-        scheduler = copy.deepcopy(pipe.scheduler)
-        scheduler.set_timesteps(3)
-        with torch.no_grad():
-            expected = latents
-            for timestep in scheduler.timesteps:
-                networks = (
-                    redilate(copy.deepcopy(pipe.unet), factors[int(timestep)])
-                    for factors in (strong, weak)
-                )
-                strong_unet, weak_unet = networks
-                conditional = strong_unet(expected, timestep, text).sample
-                unconditional = strong_unet(expected, timestep, empty).sample
-                noise = weak_unet(expected, timestep, empty).sample
-                noise = noise + 7.5 * (conditional - unconditional)
-                expected = scheduler.step(noise, timestep, expected).prev_sample
-        dilated(pipe, 128, 128)
-        arguments = SIZE_4X | {"latents": latents, "num_inference_steps": 3}
-        result = draw(pipe, guidance_scale=7.5, **arguments)
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
-
-        undamped = ScaleCrafterConfig((1, 2, 3, 4), 35, progressive=True)
-        with scalecrafter(pipe, 128, 128, config=undamped):
-            assert differ(draw(pipe, guidance_scale=7.5, **arguments), expected)
-            unguided = draw(pipe, guidance_scale=1.0, **arguments)
-        assert torch.equal(draw(pipe, guidance_scale=1.0, **arguments), unguided)
-
-    def test_levels_of_the_weak_evaluation_alone(self, dilated):
-        """Catches a level whose convolutions only `dilations` chooses, or dilates."""
-        pipe = small_pipe()
-        config = ScaleCrafterConfig((1, 1, 3), 50, damped_dilations=(1, 2))
-        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-        inputs = latents.repeat(2, 1, 1, 1), DILATED, torch.randn(2, 5, 32)
-        strong, weak = (
-            redilate(copy.deepcopy(pipe.unet), by_level(*factors))
-            for factors in ((1, 3, 3), (2, 2, 2))
-        )
-        draw(dilated(pipe, 128, 128, config=config))  # says that it guides
-        with torch.no_grad():
-            unconditional, conditional = strong(*inputs).sample.chunk(2)
-            damped = weak(*inputs).sample[:1]
-            expected = torch.cat([damped, damped + (conditional - unconditional)])
-            result = pipe.unet(*inputs).sample
-            assert torch.equal(pipe.unet(*inputs, return_dict=False)[0], result)
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
-
-    def test_features_of_an_adapter(self):
-        """Catches a weak evaluation without them: the UNet takes them out of their list."""
-        pipe, image = adapter_pipe(sample_size=4), random_image(128)
-
-        def drawn(damped_dilations=None):
-            with scalecrafter(
-                pipe, 128, 128, config=ScaleCrafterConfig((1, 2), 50, False, damped_dilations)
-            ):
-                return draw(pipe, image=image)
-
-        assert not differ(drawn((1, 2)), drawn())
-        assert differ(drawn((1, 1)), drawn())
-
-    def test_other_pipeline_draws(self, dilated):
-        """Catches damping that is silently off, and images that are mixed as if guided."""
-        pipe = dilated(damped_pipe(), 128, 128)
-        other = quiet(StableDiffusionPipeline.from_pipe(pipe))
-        with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):
-            draw(other, **SIZE_4X)
-        expected = draw(pipe, **SIZE_4X)
-        assert torch.equal(draw(other, **SIZE_4X), expected)
-        for number in (1, 2, 3):
-            message = f"another batch of {number}; apply ScaleCrafter to the pipeline that"
-            with pytest.raises(ValueError, match=message):
-                draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
-        assert torch.equal(draw(pipe, **SIZE_4X), expected)
-
-    def test_copied_pipeline(self, dilated):
-        """Catches a copy that asks the original whether it guides."""
-        pipe = dilated(damped_pipe(), 128, 128)
-        copied = copy.deepcopy(pipe)
-        expected = draw(pipe, **SIZE_4X)
-        draw(pipe, guidance_scale=1.0, **SIZE_4X)
-        assert torch.equal(draw(copied, **SIZE_4X), expected)
-        unguided = draw(copied, guidance_scale=1.0, **SIZE_4X)
-        assert torch.equal(draw(pipe, guidance_scale=1.0, **SIZE_4X), unguided)
-
-    def test_an_error_in_the_weak_evaluation(self, dilated):
-        """Catches ScaleCrafter that stays off after it."""
-        pipe = dilated(damped_pipe(), 128, 128)
-        expected, evaluations = draw(pipe, **SIZE_4X), []
-
-        def fail_second(module, inputs):
-            evaluations.append(module)
-            if len(evaluations) == 2:
-                raise RuntimeError("interrupted")
-
-        handle = pipe.unet.mid_block.register_forward_pre_hook(fail_second)
-        with pytest.raises(RuntimeError, match="interrupted"):
-            draw(pipe, **SIZE_4X)
-        handle.remove()
-        assert torch.equal(draw(pipe, **SIZE_4X), expected)
-
-    def test_nothing_is_kept(self, dilated):
-        """Catches inputs of a call, such as a ControlNet's, that stay in memory, also when the UNet
-        has run out of it."""
-        pipe = dilated(damped_pipe(), 128, 128)
-        draw(pipe, **SIZE_4X)
-
-        def fail(module, inputs):
-            raise torch.OutOfMemoryError
-
-        for timestep in (DILATED, PLAIN, DILATED):
-            sample = torch.randn(1, 4, 16, 16).repeat(2, 1, 1, 1)
-            memory = weakref.ref(sample)
-            with torch.no_grad(), suppress(torch.OutOfMemoryError):
-                pipe.unet(sample, timestep, torch.randn(2, 5, 32))
-            del sample
-            assert memory() is None
-            if timestep == PLAIN:
-                pipe.unet.mid_block.register_forward_pre_hook(fail)
 
 
 class TestBeside:

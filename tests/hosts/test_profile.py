@@ -385,12 +385,12 @@ class TestApply:
         ("make", "arguments", "error", "message"),
         [
             *(
-                (PIPE, {"tolerance": x, "prompt": PROMPT}, ValueError, f"0.5, but got {x};")
-                for x in (0, -0.1, 2, math.inf, math.nan, 10**400)
-            ),
-            *(
-                (PIPE, {"tolerance": x, "prompt": PROMPT}, TypeError, f"number .* got {x!r}")
-                for x in ("0.1", True)
+                (PIPE, {"tolerance": x, "prompt": PROMPT}, error, message)
+                for x, error, message in (
+                    (0, ValueError, "0.5, but got 0;"),
+                    ("0.1", TypeError, "number .* got '0.1'"),
+                    (True, TypeError, "number .* got True"),
+                )
             ),
             *(
                 (make, arguments, TypeError, f"{name} only serve to measure for a tolerance")
@@ -405,8 +405,6 @@ class TestApply:
             (VIT, {"tolerance": 0.1}, TypeError, "a tolerance needs pixel_values=... to m"),
             (PIPE, {"pixel_values": 3}, TypeError, "a UNet is measured on prompt=...; pass"),
             (PIPE, {"tolerance": 0.1, "prompt": []}, ValueError, "at least one prompt"),
-            (PIPE, {"tolerance": 0.1, "prompt": 3}, TypeError, "a string or a sequence of strings"),
-            (PIPE, {"tolerance": 0.1, "prompt": ["a", ""]}, ValueError, "must not be empty"),
             (
                 PIPE,
                 {"tolerance": 0.1, "prompt": PROMPT, "hight": 8},

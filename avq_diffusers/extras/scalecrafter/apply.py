@@ -1,13 +1,11 @@
 """Run ScaleCrafter on a pipeline: `scalecrafter`.
 
 A hook sets the UNet's convolutions by the timestep of each call. It reads a scheduler's timesteps
-from the device once per image; for noise-damped guidance it also compares the latents there at each
-step. It stays outside compiled code. `torch.compile(unet)` makes one graph per set of dilations
-that an image goes through: two, or nine at four times the training size. For nine, raise
-`torch._dynamo.config.recompile_limit` to 16. If the UNet must compile without a graph break
-(`fullgraph=True`), call `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before
-`scalecrafter`. CUDA graph capture reads nothing: the graph keeps the convolutions of the previous
-call.
+from the device once per image. It stays outside compiled code. `torch.compile(unet)` makes one
+graph per set of dilations that an image goes through: two, or five at four times the training size.
+If the UNet must compile without a graph break (`fullgraph=True`), call
+`pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before `scalecrafter`. CUDA graph capture
+reads nothing: the graph keeps the convolutions of the previous call.
 """
 
 import math
@@ -17,9 +15,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from avq_diffusers.config import check_int
 from avq_diffusers.extras.scalecrafter.convolution import RedilatedConvolution
@@ -66,16 +62,14 @@ def scalecrafter(
     its convolutions follow the timestep of the current call.
 
     Args:
-        pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
-            generates, to know whether it uses guidance. If another pipeline with the same UNet
-            (`from_pipe`) generates, damping depends on whether this one last used guidance;
-            batches that do not fit are refused.
+        pipe: a pipeline with a `unet`, or the UNet.
         height: height of the images in pixels; 8 per latent for a UNet without a pipeline.
         width: likewise.
         config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
-            image to training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. The authors use others
-            for SD2.1 (20 dilated steps at 2 x 2) and for SDXL (no dilated down block at 2 x 2).
-            mini-sd at 2 x 2 works best with `MINI_SCALECRAFTER`.
+            image to training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4; the last three without
+            the noise-damped guidance that the authors add. The authors use others for SD2.1 (20
+            dilated steps at 2 x 2) and for SDXL (no dilated down block at 2 x 2). mini-sd at 2 x 2
+            works best with `MINI_SCALECRAFTER`.
 
     Raises:
         TypeError: `pipe` has no UNet, a side is not an int, or `config` is not a
@@ -138,12 +132,6 @@ class _ScaleCrafter:
             raise TypeError(
                 f"config must be a ScaleCrafterConfig, but got {type(config).__name__}."
             )
-        if config.damped_dilations and not hasattr(type(pipe), "do_classifier_free_guidance"):
-            raise ValueError(
-                f"noise-damped guidance needs a pipeline with guidance, but got "
-                f"{type(pipe).__name__}; pass such a pipeline, or a config without "
-                f"damped_dilations."
-            )
         self.convolutions = _convolutions(unet, config)
         if not self.convolutions:
             raise ValueError(
@@ -153,34 +141,22 @@ class _ScaleCrafter:
         self.config = config
         self.size = (height, width)
         self.latent_size = (height // factor, width // factor)
-        self.pipe: Any = pipe if config.damped_dilations else None
         self.timesteps = Timesteps(type(unet), TIMESTEP)
         self.timestep: float = 0
-        self.inputs: Any = None
-        self.in_damped_call = False
-        self.handles: list[RemovableHandle] = []
 
     def install(self, hosted: Hosted) -> None:
         hosted.model._scalecrafter = self
-        unet = hosted.entrance
-        self.handles = [unet.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
-        if self.pipe is not None:
-            self.handles.append(
-                # Called even if the UNet raises: it frees the inputs.
-                unet.register_forward_hook(self.damp, with_kwargs=True, always_call=True)
-            )
+        self.handle = hosted.entrance.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
 
     def uninstall(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self.handle.remove()
         for convolution in self.convolutions:
             convolution.uninstall()
 
     @torch.compiler.disable
     def pre_forward(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.in_damped_call:
-            return
-        size = tuple(_sample(args, kwargs).shape[-2:])
+        sample = args[0] if args else kwargs["sample"]
+        size = tuple(sample.shape[-2:])
         if size != self.latent_size:
             height, width = self.size
             raise ValueError(
@@ -191,58 +167,10 @@ class _ScaleCrafter:
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
             self.timestep = timestep
+        dilations = self.config.dilations_at(self.timestep) or (1,)
         for convolution in self.convolutions:
             convolution.install()
-        self.dilate(self.config.dilations_at(self.timestep))
-        if self.pipe is not None:
-            # Flattened: the UNet empties the list of T2I-Adapter features.
-            self.inputs = tree_flatten((args, kwargs))
-
-    # Not recursive: the second evaluation runs compiled where the first does.
-    @torch.compiler.disable(recursive=False)
-    def damp(
-        self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """Replace the pair (uncond, text) so that ordinary guidance gives the damped noise."""
-        if self.in_damped_call:
-            return None
-        inputs, self.inputs = self.inputs, None
-        dilations = self.config.dilations_at(self.timestep, damped=True)
-        if output is None or dilations is None:
-            return None
-        if not hasattr(self.pipe, "do_classifier_free_guidance"):
-            raise ValueError(
-                "the pipeline that ScaleCrafter was applied to has not run yet, and noise-damped "
-                "guidance must know whether it uses guidance; apply it to the one that generates."
-            )
-        if not self.pipe.do_classifier_free_guidance:
-            return None
-        noise = output[0]
-        batch = len(noise)
-        if not _is_pair(_sample(args, kwargs)):
-            raise ValueError(
-                f"noise-damped guidance needs a batch (uncond, text) with the same latents twice, "
-                f"but got another batch of {batch}; apply ScaleCrafter to the pipeline that "
-                "generates, or pass a config without damped_dilations."
-            )
-
-        def first_half(x: Tensor) -> Tensor:
-            return x[: batch // 2] if x.dim() and len(x) == batch else x
-
-        args, kwargs = tree_map_only(Tensor, first_half, tree_unflatten(*inputs))
-        self.dilate(dilations)
-        self.in_damped_call = True
-        try:
-            damped = unet(*args, **kwargs)[0]
-        finally:
-            self.in_damped_call = False
-        unconditional, conditional = noise.chunk(2)
-        noise = torch.cat([damped, damped + (conditional - unconditional)])
-        return (noise,) if isinstance(output, tuple) else type(output)(sample=noise)
-
-    def dilate(self, dilations: tuple[float, ...] | None) -> None:
-        for convolution in self.convolutions:
-            convolution.dilation = at_level(dilations or (1,), convolution.level)
+            convolution.dilation = at_level(dilations, convolution.level)
 
 
 def _convolutions(
@@ -256,8 +184,7 @@ def _convolutions(
     ]
     found = []
     for level, block in blocks:
-        damped = config.damped_dilations or (1,)
-        if at_level(config.dilations, level) == at_level(damped, level) == 1:
+        if at_level(config.dilations, level) == 1:
             continue
         holders = [(resnet, name) for resnet in block.resnets for name in ("conv1", "conv2")]
         for samplers in ("downsamplers", "upsamplers") if config.downsamplers else ("upsamplers",):
@@ -272,13 +199,3 @@ def _convolutions(
             ):
                 found.append(RedilatedConvolution(holder, name, level, convolution.stride[0]))
     return found
-
-
-def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else kwargs["sample"]
-
-
-def _is_pair(sample: Tensor) -> bool:
-    if sample.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True  # capture forbids reads; the previous call was compared
-    return torch.equal(*sample.tensor_split(2))

@@ -20,9 +20,6 @@ class ScaleCrafterConfig:
         num_dilated_steps: dilate this many steps, the first of 50. With another sampler or number
             of steps: the timesteps that these steps cover.
         progressive: dilations decrease step by step to 2.
-        damped_dilations: for noise-damped guidance, the weaker dilations of a second evaluation.
-            The guided noise is weak(uncond) + w (strong(text) - strong(uncond)). None for ordinary
-            guidance.
         downsamplers: dilate stride-2 convolutions, too, as the authors do.
 
     Raises:
@@ -33,16 +30,14 @@ class ScaleCrafterConfig:
     dilations: tuple[float, ...]
     num_dilated_steps: int
     progressive: bool = False
-    damped_dilations: tuple[float, ...] | None = None
     downsamplers: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dilations", "damped_dilations"):
-            value = getattr(self, name)
-            if value is not None and not _are_dilations(value):
-                raise ValueError(
-                    f"{name} must hold numbers from 1 to 16, one per level, but got {value}."
-                )
+        if not _are_dilations(self.dilations):
+            raise ValueError(
+                f"dilations must hold numbers from 1 to 16, one per level, but got "
+                f"{self.dilations}."
+            )
         if max(self.dilations) == 1:
             raise ValueError(f"dilations must be above 1 at some level, but got {self.dilations}.")
         check_int("num_dilated_steps", self.num_dilated_steps, 1)
@@ -51,26 +46,20 @@ class ScaleCrafterConfig:
                 f"num_dilated_steps must be at most {NUM_STEPS}, but got {self.num_dilated_steps}."
             )
 
-    def dilations_at(self, timestep: float, *, damped: bool = False) -> tuple[float, ...] | None:
-        """The dilation of each level at a timestep; None outside the dilated part.
-
-        Args:
-            timestep: from 0 to 999.
-            damped: for the weaker evaluation; gives None without noise-damped guidance.
-        """
-        dilations = self.damped_dilations if damped else self.dilations
+    def dilations_at(self, timestep: float) -> tuple[float, ...] | None:
+        """The dilation of each level at a timestep (0 to 999); None outside the dilated part."""
         # DDIM's step i is at 980 - 20 i, 981 - 20 i or 999 - 20 i, depending on the spacing.
         # Divided last: 0.58 * 50 is slightly less than 29.
         elapsed = (NUM_TRAIN_TIMESTEPS - 1 - timestep) * NUM_STEPS
         step = max(0, math.floor(elapsed / NUM_TRAIN_TIMESTEPS))
-        if dilations is None or step >= self.num_dilated_steps:
+        if step >= self.num_dilated_steps:
             return None
         if not self.progressive:
-            return dilations
+            return self.dilations
         left = self.num_dilated_steps - step
         return tuple(
             max(math.ceil(dilation * left / self.num_dilated_steps), 2) if dilation > 1 else 1
-            for dilation in dilations
+            for dilation in self.dilations
         )
 
 
@@ -80,7 +69,7 @@ def at_level(dilations: tuple[float, ...], level: int) -> float:
 
 
 def usual_config(height: int, width: int, training_size: int) -> ScaleCrafterConfig:
-    """The authors' settings for an image size.
+    """The authors' settings for an image size, without their noise-damped guidance.
 
     Args:
         height, width, training_size: in pixels.
@@ -109,15 +98,11 @@ def _are_dilations(values: object) -> bool:
 
 
 # The authors' settings for SD1.5 (training size 512) with DDIM, 50 steps and guidance 7.5. Their
-# dilate_tau is num_dilated_steps; their ndcfg_tau is 0 or the same.
+# dilate_tau is num_dilated_steps. At four times a side, they also use noise-damped guidance, which
+# is left out: a second, weaker dilated evaluation of the UNet gives the unconditional noise.
 SD15_1024 = ScaleCrafterConfig(dilations=(1, 2), num_dilated_steps=30)
 SD15_1280 = ScaleCrafterConfig(dilations=(1, 2.5), num_dilated_steps=35)
-SD15_2048 = ScaleCrafterConfig(
-    dilations=(1, 2, 3, 4),
-    num_dilated_steps=35,
-    progressive=True,
-    damped_dilations=(1, 1, 3, 4),
-)
+SD15_2048 = ScaleCrafterConfig(dilations=(1, 2, 3, 4), num_dilated_steps=35, progressive=True)
 
 # By height and width in units of the training size.
 SETTINGS = {

@@ -1,12 +1,7 @@
 """The contract of hosts: layers, their state, installing and undoing, routes, schedules."""
 
 from avq_diffusers.hosts.core.arguments import named_arguments
-from avq_diffusers.hosts.core.examples import (
-    as_examples,
-    checked_examples,
-    lacks_memory,
-    run_examples,
-)
+from avq_diffusers.hosts.core.examples import as_examples, checked_examples, run_examples
 from avq_diffusers.hosts.core.host import Host, Hosted, Other, Watch
 from avq_diffusers.hosts.core.installing import (
     CHANGES,

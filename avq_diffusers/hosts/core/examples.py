@@ -114,11 +114,6 @@ def run_examples(
             )
 
 
-def lacks_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch ran out of memory; only CUDA has its own exception for it."""
-    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
-
-
 @contextmanager
 def _quiet(pipe: DiffusionPipeline) -> Iterator[None]:
     """Hide the pipeline's own progress bars, which would break up ours."""

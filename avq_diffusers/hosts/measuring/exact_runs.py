@@ -24,6 +24,7 @@ from avq_diffusers.hosts.core import (
     LayerSpec,
     LayerState,
     Timesteps,
+    are_training_timesteps,
     at_timestep,
     checked_examples,
     installed,
@@ -50,8 +51,6 @@ Repeat: TypeAlias = Callable[[Tried], float]
 class ExactRuns:
     """Runs examples and keeps the position in them.
 
-    The second evaluation of noise-damped ScaleCrafter belongs to the UNet call that contains it.
-
     Args:
         pipe, examples, config, num_inference_steps, parts, seed, progress, progress_name,
             arguments: as in `measure_error`.
@@ -61,7 +60,6 @@ class ExactRuns:
         thresholds: what is tried, in this order.
         num_probed: how often a call is repeated to probe the layers whose turn it is.
         tried: what a repeated call tries; None in other calls, which run exact attention.
-        depth: number of open calls of models, one in the other.
         turn: whose layers are probed in the current call.
         start: the timestep at which the current part of the denoising begins.
         example: index of the current example.
@@ -90,7 +88,8 @@ class ExactRuns:
         self.examples = checked_examples(pipe, self.host, examples, seed, arguments)
         self.scheduler: Any = getattr(pipe, "scheduler", None)
         check_int("num_inference_steps", num_inference_steps, 1, NUM_TRAIN_TIMESTEPS)
-        check_int("parts", 1 if parts is None else parts, 1, NUM_TRAIN_TIMESTEPS)
+        self.least_parts = 1 if parts is None else parts
+        check_int("parts", self.least_parts, 1, NUM_TRAIN_TIMESTEPS)
         has_timesteps = len(self.models) == 1 and self.models[0].timesteps is not None
         has_parts = has_timesteps and self.scheduler is not None
         usual_parts = max(1, min(3, num_inference_steps // 2)) if has_parts else 1
@@ -145,7 +144,7 @@ class ExactRuns:
             The layers of each model.
         """
         self.tried: Tried | None = None
-        self.depth = self.turn = 0
+        self.turn = 0
         self.start, self.numbers = NUM_TRAIN_TIMESTEPS, Counter[int]()
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
@@ -177,17 +176,14 @@ class ExactRuns:
         """Follow the calls of a model inside the `with` block; `visit` follows each."""
 
         def leave(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            try:
-                if self.depth == 1 and output is not None:
-                    self.progress.count_call()
-                    visit(partial(self._repeat, partial(model, *args, **kwargs), output))
-            finally:
-                self.depth -= 1
+            if self.tried is None:
+                self.progress.count_call()
+                visit(partial(self._repeat, partial(model, *args, **kwargs), output))
 
         enter = partial(self._enter, hosted.timesteps)
         with (
             hosted.entrance.register_forward_pre_hook(enter, with_kwargs=True),
-            hosted.entrance.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            hosted.entrance.register_forward_hook(leave, with_kwargs=True),
         ):
             yield
 
@@ -205,8 +201,7 @@ class ExactRuns:
     def _enter(
         self, timesteps: Timesteps | None, model: nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        self.depth += 1
-        if self.depth > 1:
+        if self.tried is not None:
             return
         told = None if timesteps is None else timesteps.told(args, kwargs)
         if told is None or told != self.timestep:
@@ -216,6 +211,9 @@ class ExactRuns:
             if told is not None and scheduled is not None:
                 steps = self.step + len({*_left(scheduled.tolist(), told)})
             self.progress.begin_step(self.step, steps)
+        is_first = self.parts > self.least_parts and not self.numbers
+        if is_first and not are_training_timesteps(self.scheduler.timesteps.tolist()):
+            self.parts = self.least_parts
         if timesteps is not None and self.parts > 1:
             timestep = timesteps.of_call(args, kwargs)
             if timestep is not None:
@@ -264,7 +262,7 @@ class MeasuredLayer:
                 self.seen = columns, time / self._time(tensors, tensors.key.shape[2], None)
             return found
         exact = Attended(exact_attention(tensors), EXACT)
-        if tried is None and self.runs.depth == 1:
+        if tried is None:
             if not exact.output.isfinite().all():
                 raise ValueError(
                     f"the attention of {self.layer.name} returns NaN or infinity; measure a model "

@@ -61,7 +61,8 @@ def measure_error(
         num_inference_steps: denoising steps per prompt.
         parts: how many parts of the denoising, of equally many steps, get thresholds of their own
             and keep a tolerance. None is one per two steps, at most 3. Pipelines with several
-            models, and models whose calls do not tell the timestep, accept only 1.
+            models, models whose calls do not tell the timestep, and samplers without training
+            timesteps, such as EDM's, only have 1.
         seed: seeds the noise.
         progress: show a progress bar, which counts model calls. A function is called in its place
             with its name, the calls done and all calls.

@@ -10,8 +10,9 @@ Shapes: B batch, H heads, N tokens of which the first T are sinks, D head dim.
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import takewhile
+from posixpath import commonpath
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from avq_diffusers.hosts.core import (
     Watch,
     own_name,
 )
+from avq_diffusers.hosts.models.masks import joint_attention
 
 NAME = "avq"
 # Parameters that hold the tokens before the grid.
@@ -114,15 +116,9 @@ def _attend(
     # Rotated queries and keys may be wider than the values.
     query, key = query.to(value.dtype), state.weights.normed(key).to(value.dtype)
     sinks = state.num_beside
-    output = state.attend(
-        query[:, :, sinks:],
-        key[:, :, sinks:],
-        value[:, :, sinks:],
-        sink_key=key[:, :, :sinks] if sinks else None,
-        sink_value=value[:, :, :sinks] if sinks else None,
-        scale=scaling,
-    )
-    output = output.transpose(1, 2)
+    patches, keys, values = (x.transpose(1, 2) for x in (query[:, :, sinks:], key, value))
+    grid = slice(sinks, key.shape[2])
+    output = joint_attention(state.attend, patches, keys, values, grid, scaling)
     if not sinks:
         return output
     of_sinks = F.scaled_dot_product_attention(query[:, :, :sinks], key, value, scale=scaling)
@@ -185,7 +181,8 @@ class VisionHost(Host):
                 found.setdefault(projection_path, []).append((path, module, of_layer))
         layers: list[Layer] = []
         for start, of_projection in found.items():
-            caller = modules[_common_path([start, *(path for path, *_ in of_projection)])]
+            paths = [x.rpartition(".")[0] for x in (start, *(path for path, *_ in of_projection))]
+            caller = modules[commonpath(x.replace(".", "/") for x in paths).replace("/", ".")]
             layers += [
                 Layer(
                     name=own_name(path),
@@ -238,16 +235,6 @@ def _num_prefix_tokens(caller: nn.Module, attn: nn.Module) -> int:
     before = takewhile(lambda named: named[1] is not first, caller.named_parameters())
     tokens = {name.rpartition(".")[2]: x for name, x in before}
     return sum(tokens[name].shape[:-1].numel() for name in PREFIX if name in tokens)
-
-
-def _common_path(paths: Sequence[str]) -> str:
-    """The path of the innermost module that holds all of these."""
-    common = []
-    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
