@@ -91,7 +91,7 @@ class Spec:
     def __str__(self) -> str:
         children = f"C{self.num_children}" if self.num_children else ""
         if self.num_refined is None:
-            return f"M{self.num_parents}{children}T{_digits(self.threshold)}"
+            return f"M{self.num_parents}{children}T{digits_of(self.threshold)}"
         return f"M{self.num_parents}" + (f"P{self.num_refined}{children}" if children else "")
 
     @property
@@ -313,8 +313,8 @@ def sizes_of(text: str) -> dict[str, Any]:
     return sizes | {"num_refined": int(refined or 0)}
 
 
-def _digits(value: float | None) -> str:
-    """The shortest digits of a threshold that parse to it, such as 1e-4 and 0.02."""
+def digits_of(value: float | None) -> str:
+    """The shortest digits of a number that parse to it, such as 1e-4 and 0.02."""
     number = Decimal(repr(value)).normalize()
     if number.is_infinite():
         return "inf"

@@ -17,7 +17,7 @@ from avq_diffusers.cli.images import dilation, first_steps, fit_request, timed_i
 from avq_diffusers.cli.loading import compile_model, load_pipeline
 from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import NUM_REFINED, THRESHOLD, Dial, ImageRequest, ModelRequest
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, digits_of
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.core import AVQSource, as_table
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled
@@ -84,8 +84,9 @@ def compared(
     values = dial.values or usual_values(pipe, kind)
     for x in values if kind == NUM_REFINED else ():
         refined_plan(pipe, int(x))  # refuses too many before images are made
-    label = kind.removeprefix("num_")
-    return {f"{x:g} {label}": partial(set_dial, pipe, source, request, kind, x) for x in values}
+    labels = [f"{kind.removeprefix('num_')} {digits_of(x)}" for x in values]
+    setters = [partial(set_dial, pipe, source, request, kind, x) for x in values]
+    return dict(zip(labels, setters, strict=True))
 
 
 def run_choices(
@@ -158,10 +159,10 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     axes.axvline(results[0].seconds, color="black", linestyle="--", label=EXACT)
     shown = [result for result in results[1:] if math.isfinite(result.psnr)]
     points = [result.seconds for result in shown], [result.psnr for result in shown]
-    axes.plot(*points, "o", label=results[-1].label.split()[1])
+    axes.plot(*points, "o", label=results[-1].label.split()[0])
     for result in shown:
         place: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
-        axes.annotate(result.label.split()[0], (result.seconds, result.psnr), **place)
+        axes.annotate(result.label.split()[1], (result.seconds, result.psnr), **place)
     axes.set(xlabel="seconds per image", ylabel="PSNR to exact, dB", title=title)
     axes.set_xlim(0, 1.12 * max(result.seconds for result in results))
     axes.grid(alpha=0.3)

@@ -427,7 +427,7 @@ def test_bench_of_codebooks(avq, model, codebooks):
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
     assert "plot:avq_bench.pngsheet:avq_bench_sheet.png" in output
-    labels = ["exact", "0 refined", "4 refined"]
+    labels = ["exact", "refined 0", "refined 4"]
     rows = [output.index(squeezed(label)) for label in labels]
     assert rows == sorted(rows)
     sheet = pixels("avq_bench_sheet.png")
@@ -444,7 +444,7 @@ def test_bench_of_thresholds(avq, model):
     arguments = ("--model", model, "--steps", "1", "--config", "M8C2T1e-4", "--levels", "0,1")
     code, output = avq("bench", PROMPT, *arguments, "--threshold", "0.01,0.2")
     assert code == 0
-    assert "0.01threshold" in output
+    assert "threshold0.01" in output
     sheet = pixels("avq_bench_sheet.png")
     pipe, config = two_level_pipe(), AVQConfig.parse("M8C2T1e-4", levels=(0, 1))
     places = []
@@ -476,7 +476,7 @@ def test_choices_run_beside_exact_images(monkeypatch):
     exact = [timed_image(pipe, request).image for request in requests]
     apply_avq(pipe, random_codebooks(pipe.unet), route="always")
     choices = bench.compared(pipe, random_codebooks(pipe.unet), requests[0], Dial())
-    assert list(choices) == [f"{number} refined" for number in (0, 1, 2, 4)]
+    assert list(choices) == [f"refined {number}" for number in (0, 1, 2, 4)]
     label, choose = choices.popitem()
     clock, slow = [0.0], []  # seconds now, and those that the next call of the UNet takes
     monkeypatch.setattr(images, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
@@ -489,14 +489,14 @@ def test_choices_run_beside_exact_images(monkeypatch):
     assert [psnr(*pair) for pair in zip(first.images, exact, strict=True)] == 3 * [float("inf")]
     likeness = [psnr(*pair) for pair in zip(result.images, exact, strict=True)]
     assert result.psnr == sorted(likeness)[1] < float("inf")
-    assert result.label == "4 refined"
+    assert result.label == "refined 4"
 
 
 def test_bench_of_flat_codebooks_has_one_choice():
     pipe, config = two_level_pipe(), AVQConfig.parse("M6", query_tile=16, levels=(0, 1))
     codebooks, request = random_codebooks(pipe.unet, config), ImageRequest(PROMPT)
     apply_avq(pipe, codebooks, route="always")
-    assert [*bench.compared(pipe, codebooks, request, Dial())] == ["0 refined"]
+    assert [*bench.compared(pipe, codebooks, request, Dial())] == ["refined 0"]
     with pytest.raises(ValueError, match=r"refined parents must be between 0 and 0, but got 1\."):
         bench.compared(pipe, codebooks, request, Dial(num_refined=[1]))
 
