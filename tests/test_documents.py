@@ -162,7 +162,7 @@ def test_commands_with_mistakes_are_refused():
     """Catches a parser that only knows the names of options."""
     for program, words, message in [
         ("avq", "bench --model mini-sd", "Missing argument 'prompt'"),
-        ("avq", "calibrate --model mini-sd", "Missing option '--out'"),
+        ("avq", "calibrate --model mini-sd", "Missing option '--output'"),
         ("avq", "generate fox --height 100", "--height must be a multiple of 8"),
         ("avq", "bench ' '", "the prompt is empty; say what the image shows."),
         ("distill.vision", "train", "Missing option '--config'"),

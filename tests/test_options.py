@@ -46,8 +46,8 @@ def test_accelerates_single_thread_is_not_kept(monkeypatch, launched):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that root cannot write in")
 def test_a_read_only_folder_is_refused():
     """Catches minutes of work that end in nothing, also root's, which may write by the mode."""
-    with pytest.raises(ValueError, match="--out: the folder /proc is not writable"):
-        folder_to_write(SimpleNamespace(opts=["--out"]), Path("/proc/new/codebooks"))
+    with pytest.raises(ValueError, match="--output: the folder /proc is not writable"):
+        folder_to_write(SimpleNamespace(opts=["--output"]), Path("/proc/new/codebooks"))
 
 
 def test_prompts_are_text():

@@ -49,13 +49,13 @@ class ChoiceResult(NamedTuple):
 def bench_model(
     model: ModelRequest,
     request: ImageRequest,
-    out: Path,
+    output: Path,
     dial: Dial,
     *,
     num_images: int,
     is_compiled: bool,
 ) -> None:
-    """Print a table, plot it to `out`, and write a sheet of images beside it."""
+    """Print a table, plot it to `output`, and write a sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
@@ -68,9 +68,9 @@ def bench_model(
         results = list(run_choices(pipe, choices, requests))
     print(f"{bench_table(results)}\n{LEGEND}")
     size = f"{request.width}x{request.height}"
-    plot_bench(results, f"{Path(model.name).name}, {size}, steps {request.steps}", out)
-    save_sheet(bench_sheet(results, list(map(str, requests))), out)
-    print(f"plot:  {out}\nsheet: {sheet_path(out)}")
+    plot_bench(results, f"{Path(model.name).name}, {size}, steps {request.steps}", output)
+    save_sheet(bench_sheet(results, list(map(str, requests))), output)
+    print(f"plot:  {output}\nsheet: {sheet_path(output)}")
 
 
 def compared(

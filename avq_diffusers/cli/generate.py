@@ -31,9 +31,9 @@ ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
 
 def generate_image(
-    model: ModelRequest, request: ImageRequest, out: Path, dial: Dial, *, is_compiled: bool
+    model: ModelRequest, request: ImageRequest, output: Path, dial: Dial, *, is_compiled: bool
 ) -> None:
-    """Write the AVQ image to `out` and a sheet beside it, and print what each layer ran."""
+    """Write the AVQ image to `output` and a sheet beside it, and print what each layer ran."""
     tolerance = dial.values[0] if dial.kind == TOLERANCE else None
     pipe = load_pipeline(model.name, model.device, model.dtype)
     request = fit_request(pipe, request)
@@ -62,7 +62,7 @@ def generate_image(
         times = step_times(pipe, request)
 
     likeness = psnr(avq, exact)
-    save_image(avq, out)
+    save_image(avq, output)
     sheet = image_sheet(
         [[exact, avq, difference(exact, avq)]],
         [
@@ -72,7 +72,7 @@ def generate_image(
         ],
         row_titles=[str(request)],
     )
-    save_sheet(sheet, out)
+    save_sheet(sheet, output)
     print(f"{report}\n{LEGEND}\n")
     closer = f"--tolerance {0.02 if tolerance is None else tolerance / 4:g}"
     closer = closer if model.codebooks is None else "a larger --num-refined"
@@ -80,7 +80,7 @@ def generate_image(
     print(layers_line(report, is_forced=route != "fastest"))
     if tolerance is not None:
         print("  tolerance: of the model's output (noise, velocity), not of the image")
-    print(f"  image: {out}\n  sheet: {sheet_path(out)} (exact, AVQ, difference)")
+    print(f"  image: {output}\n  sheet: {sheet_path(output)} (exact, AVQ, difference)")
 
 
 def name_progress(pipe: DiffusionPipeline, name: str) -> None:

@@ -99,7 +99,7 @@ def generate(
     request: ImageRequest,
     dial: Dial,
     compiled: Compiled = False,
-    out: Annotated[Path, typer.Option(help="The AVQ image; the sheet goes beside it.")] = Path(
+    output: Annotated[Path, typer.Option(help="The AVQ image; the sheet goes beside it.")] = Path(
         "avq.png"
     ),
 ) -> None:
@@ -109,7 +109,7 @@ def generate(
 
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
-    check_image_path(out)
+    check_image_path(output)
     if len(dial.values) > 1:
         raise ValueError("avq generate sets one value; avq bench compares several.")
     dial.check_for(model)
@@ -117,7 +117,7 @@ def generate(
 
     from avq_diffusers.cli.generate import generate_image
 
-    generate_image(model, request, out, dial, is_compiled=compiled)
+    generate_image(model, request, output, dial, is_compiled=compiled)
 
 
 @app.command()
@@ -130,7 +130,7 @@ def bench(
         int, typer.Option(min=1, help="Images per choice; the table shows medians.")
     ] = 1,
     compiled: Compiled = False,
-    out: Annotated[
+    output: Annotated[
         Path, typer.Option(help="The plot of speed and PSNR; the sheet goes beside it.")
     ] = Path("avq_bench.png"),
 ) -> None:
@@ -139,13 +139,13 @@ def bench(
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
-    check_image_path(out)
+    check_image_path(output)
     dial.check_for(model)
     _begin(model)
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(model, request, out, dial, num_images=images, is_compiled=compiled)
+    bench_model(model, request, output, dial, num_images=images, is_compiled=compiled)
 
 
 @app.command("app")
@@ -185,7 +185,7 @@ def app_command(
 @taking(ModelOptions)
 def calibrate_command(
     model: ModelOptions,
-    out: Annotated[
+    output: Annotated[
         Path, typer.Option(callback=folder_to_write, help="Folder to save the codebooks in.")
     ],
     prompts: Annotated[
@@ -202,7 +202,7 @@ def calibrate_command(
 
     Transformers have no codebooks.
 
-    Example: avq calibrate --model my-model --prompts prompts.txt --out my-codebooks
+    Example: avq calibrate --model my-model --prompts prompts.txt --output my-codebooks
     """
     texts = usual_prompts(model.name) if prompts is None else read_prompts("--prompts", prompts)
     _begin(model)
@@ -214,8 +214,8 @@ def calibrate_command(
     calibrated = calibrate_model(
         pipe, model, texts, num_inference_steps=steps, keys_per_layer=keys, seed=seed
     )
-    calibrated.save_pretrained(out)
-    print(f"codebooks: {out}, for avq generate --codebooks {out}")
+    calibrated.save_pretrained(output)
+    print(f"codebooks: {output}, for avq generate --codebooks {output}")
 
 
 @app.command()

@@ -219,7 +219,7 @@ def test_options_reach_the_image_and_the_sheet(generate, codebooks):
     """Fails where an option is read and forgotten, where both columns of the sheet show the same
     run, or where the order of the titles is another."""
     options = "--seed 3 --guidance-scale 30 --negative-prompt blue --height 64 --num-refined 0"
-    code, output = generate(*options.split(), "--out", "a[x].png")
+    code, output = generate(*options.split(), "--output", "a[x].png")
     assert code == 0
     assert written() == ["a[x].png", "a[x]_sheet.png"]
     assert "image:a[x].png" in output  # no markup
@@ -337,7 +337,7 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
     Path("prompts.txt").write_text("a lake\n\n  a hill  \n")
     names = [layer.name for layer in select_layers(two_level_pipe().unet, (0, 1))]
     code, output = avq(
-        *("calibrate", "--model", model, "--prompts", "prompts.txt", "--out", "my-codebooks"),
+        *("calibrate", "--model", model, "--prompts", "prompts.txt", "--output", "my-codebooks"),
         *("--config", "M4P2C2", "--levels", "0,1", "--exact", f"{names[0]},up_blocks"),
         *("--steps", "2", "--keys", "256"),
     )
@@ -542,17 +542,17 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         ("generate --steps 1001", "must be at most the model's 1000 timesteps, but got 1001"),
         ("generate --guidance-scale nan", "--guidance-scale must be finite, but got nan"),
         (f"generate --seed {2**63}", "Invalid value for '--seed'"),
-        ("generate --out /proc/self/a.png", "/proc/self/a.png cannot be written ("),
-        (f"generate --out {248 * 'a'}.png", ".png cannot be written (File name too long)"),
-        ("generate --out no-such-folder/a.png", "a.png cannot be written (No such file or dir"),
-        ("generate --out b.png", "--out b.png writes b_sheet.png, but that is a folder"),
+        ("generate --output /proc/self/a.png", "/proc/self/a.png cannot be written ("),
+        (f"generate --output {248 * 'a'}.png", ".png cannot be written (File name too long)"),
+        ("generate --output no-such-folder/a.png", "a.png cannot be written (No such file or dir"),
+        ("generate --output b.png", "--output b.png writes b_sheet.png, but that is a folder"),
         ("generate --device abacus", "abacus"),
         (
             "generate --dtype int8",
             "--dtype must be one of float32, float16, bfloat16, but got 'int",
         ),
         ("calibrate --prompts empty.txt", "empty.txt holds no prompt"),
-        ("calibrate --out empty.txt/codebooks", "--out must be a folder, but"),
+        ("calibrate --output empty.txt/codebooks", "--output must be a folder, but"),
         ("calibrate --config M8C2T1e-4", 'codewords="stored" needs num_refined in place of a thr'),
         ("calibrate --keys 3 --config M4P2C2", "at least num_parents = 4, but got 3"),
     ],
@@ -563,7 +563,7 @@ def test_refuses(avq, model, codebooks, tmp_path, command, message):
     Path("b_sheet.png").mkdir()
     before = written()
     name, *arguments = command.replace("CODEBOOKS", codebooks).split()
-    usual = {"inspect": [], "calibrate": ["--model", model, "--out", "codebooks"]}
+    usual = {"inspect": [], "calibrate": ["--model", model, "--output", "codebooks"]}
     code, output = avq(name, *usual.get(name, [PROMPT, "--model", model]), *arguments)
     assert code == 2
     assert squeezed(message) in output

@@ -87,7 +87,16 @@ def jobs(tmp_path_factory):
         "calibration": Job(
             "avq_diffusers.cli.main:main",
             (
-                *("calibrate", *method, "--config", "M4P2C2", "--out", FOLDER, "--device", "cpu"),
+                *(
+                    "calibrate",
+                    *method,
+                    "--config",
+                    "M4P2C2",
+                    "--output",
+                    FOLDER,
+                    "--device",
+                    "cpu",
+                ),
                 *("--prompts", prompts, "--steps", "8", "--keys", "512"),
             ),
             place / "calibration",
@@ -127,7 +136,7 @@ def measure_and_generate() -> None:
     folder = sys.argv.pop(1)
     Path(folder).mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = folder
-    sys.argv += ["--out", f"{folder}/image.png"]
+    sys.argv += ["--output", f"{folder}/image.png"]
     main()
 
 

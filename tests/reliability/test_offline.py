@@ -114,7 +114,7 @@ def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
 
     command = [sys.executable, "-c", CORE, str(tmp_path), "generate", *ARGUMENTS]
     command += ["--model", str(tmp_path / "model"), "--codebooks", str(tmp_path / "codebooks")]
-    command += ["--out", str(tmp_path / "fox.png")]
+    command += ["--output", str(tmp_path / "fox.png")]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment = kept | one_thread | {"XDG_CACHE_HOME": str(tmp_path / "home")}
