@@ -13,7 +13,6 @@ if not torch.cuda.is_available():
 
 import fast_interpreter
 import pytest
-from processes import start_server
 from tiny import random_codebooks, tiny_pipe, tiny_unet, two_level_pipe
 
 from avq_diffusers.hosts.core import routing
@@ -42,11 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     gc.freeze()  # the libraries' half a million objects, else searched again in every collection
     gc.set_threshold(10_000, 10, 30)  # a full search takes 0.1 s
-    if any(item.path.name.endswith(FORKING) for item in session.items):
-        start_server()
 
 
 @pytest.hookimpl(optionalhook=True)

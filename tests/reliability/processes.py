@@ -1,8 +1,4 @@
-"""Commands in processes of their own, forked from a server that has imported what they need.
-
-The server is a fork of pytest from before the first test. On a machine with CUDA, which does not
-survive a fork, it is a fresh interpreter.
-"""
+"""Commands in processes of their own, forked from a server that has imported what they need."""
 
 import multiprocessing
 import os
@@ -15,30 +11,30 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from threading import RLock
 from types import MappingProxyType
 
-import pytest
 import torch
 from tqdm import tqdm
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["distill.loop", "eval.quality.coco_score", "processes"])
+FORKED.set_forkserver_preload(
+    [
+        "avq_diffusers.cli.main",
+        "distill.__main__",
+        "distill.loop",
+        "distill.run",
+        "eval.__main__",
+        "eval.quality.coco",
+        "eval.quality.coco_score",
+        "diffusers.schedulers.scheduling_ddim",
+        "hosts.kinds",
+        "processes",
+        "scipy.linalg",
+    ]
+)
 PATIENCE = 300  # seconds until a process counts as hanging
-
-
-def start_server() -> None:
-    """Fork the server from this process, with all that is imported.
-
-    Not later: what tests leave, threads and states of libraries, would be part of every command.
-    """
-    resource_tracker.ensure_running()
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(util, "spawnv_passfds", _fork)
-        forkserver.ensure_running()
 
 
 class Command:
@@ -95,21 +91,6 @@ def start_ranks(entry: str, world: int, arguments: Iterable[object]) -> list[Com
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [group | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)]
     return [Command(entry, arguments, environment=rank) for rank in ranks]
-
-
-def _fork(path: bytes, arguments: list[str], passed: Iterable[int]) -> int:
-    """In place of a new interpreter: run its `-c` code in a fork of this one."""
-    if pid := os.fork():
-        return pid
-    try:
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor not in passed:
-                with suppress(OSError):  # that of the loop
-                    os.close(descriptor)
-        sys.stdout, sys.stderr = (os.fdopen(x, "w", closefd=False) for x in (1, 2))
-        exec(arguments[-1], {})
-    finally:
-        os._exit(0)
 
 
 def _run(
