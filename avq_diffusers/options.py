@@ -65,12 +65,6 @@ def _fractions_of(option: str, text: str) -> tuple[float, ...]:
         ) from error
 
 
-def check_positive(option: str, value: float) -> None:
-    """Refuse a number that is not above 0 and finite; errors name `option`."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{option} must be above 0 and finite, but got {value}.")
-
-
 def read_prompts(option: str, path: Path) -> list[str]:
     """Read the prompts of a file like `read_caption_list`, without empty ones.
 

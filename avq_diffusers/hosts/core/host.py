@@ -74,11 +74,13 @@ class Host(ABC):
         """The argument that tells a model the training timestep; None if nothing does."""
         return TIMESTEP
 
-    def refuse(self, model: nn.Module) -> None:  # noqa: B027 (most kinds refuse nothing)
+    def refuse(self, model: nn.Module) -> None:
         """Raise a ValueError, which says what to do, if a model's state rules out AVQ."""
+        return None  # most kinds refuse nothing
 
-    def prepare(self, model: nn.Module) -> None:  # noqa: B027 (most kinds have no processors)
+    def prepare(self, model: nn.Module) -> None:
         """Apply the AVQ that a user has set on a model's layers by hand."""
+        return None  # most kinds have no processors
 
     def ranks(self, model: nn.Module) -> Ranks | None:
         """The ranks that run a model together; None if it runs in one process."""
@@ -100,8 +102,9 @@ class Host(ABC):
         """Undo `restore`; `ours` is what `attention_of` returned before it."""
         self.give_avq(attn, own)
 
-    def tidy(self, model: nn.Module) -> None:  # noqa: B027 (most kinds have no processors)
+    def tidy(self, model: nn.Module) -> None:
         """Remove our processors from layers without AVQ."""
+        return None  # most kinds have no processors
 
     @abstractmethod
     def other_attention(self, layer: Layer) -> Other | None:
