@@ -45,8 +45,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 # Shares of the larger value below which roundings may decide which codeword is taken, and at which
 # level a tile shows it.
 KEY_TIE, LEVEL_TIE = 1e-4, 1e-3
-# And the share of a key's squared norm; and what a level gains that makes no difference.
-ROUNDING = 1e-9
+# Further shares of a key's squared norm: of its mean, and of sums of products in roundings of
+# float32. The first is also what a level gains that makes no difference.
+ROUNDING, SCORE_ROUNDINGS = 1e-9, 4
 # Float64 against the definition in float64.
 EXACT = 1e-10
 # What `draw_problem` draws beside options.
@@ -115,10 +116,12 @@ class Problem:
         """The problem with a copy of another key in place of each that is nearly a tie."""
         key, query = self.tokens["key"], self.tokens["query"][:, :, :1]
         options = self.options | {"query_order": None, "key_order": self.call()[0].key_order}
-        for _ in range(5):
+        for _ in range(10):
             one_query = replace(self, tokens={**self.tokens, "query": query}, options=options)
             _, choices = one_query.define(backend, query=query.double(), key=key.double())
             clear = choices.clear_keys()
+            if clear.all():
+                break
             first_clear = clear.int().argmax(-1)[..., None, None]
             copies = key.gather(2, first_clear.expand_as(key[:, :, :1]))
             key[:] = torch.where(clear[..., None], key, copies)
@@ -224,8 +227,10 @@ class Choices(TorchFunctionMode):
         is_first = F.one_hot(distance.argmin(-1), distance.shape[-1]).bool()
         is_out = distance == least[..., None] if may_be_equal else is_first
         following = distance.masked_fill(is_out, torch.inf).amin(-1)
-        # A mean of equal keys may be off by a rounding.
-        rounding = ROUNDING * self.problem.tokens["key"].double().square().sum(-1)
+        # Backends compare k.c - |c|^2 / 2, whose roundings grow with what all keys share.
+        dtype = torch.promote_types(self.problem.dtype, torch.float32)
+        rounding = ROUNDING + SCORE_ROUNDINGS * torch.finfo(dtype).eps
+        rounding = rounding * self.problem.tokens["key"].double().square().sum(-1)
         return following.isinf() | (following - least > KEY_TIE * (following + least) + rounding)
 
 

@@ -34,7 +34,7 @@ def text_option(help: str, read: Callable[[str, str], Any], *names: str) -> Any:
     def callback(option: typer.CallbackParam, text: str | None) -> Any:
         return None if text is None else read(option.opts[0], text)
 
-    return typer.Option(*names, callback=callback, metavar="<str>", help=help)
+    return typer.Option(*names, parser=str, callback=callback, metavar="<str>", help=help)
 
 
 @dataclass(frozen=True)
