@@ -71,7 +71,9 @@ def measure_tolerances(
         arguments["guidance_scale"] = settings.guidance_scale
     arguments["num_inference_steps"] = PROBED_STEPS
     others = load_methods(pipe, (EXACT, *methods), levels=config.levels)
-    profile = measure_error(pipe, probed, config, **arguments)
+    # Times layers with as many images as a step of the rows has.
+    images = settings.batch_size
+    profile = measure_error(pipe, probed, config, num_images_per_prompt=images, **arguments)
     # Noise that the probes did not use.
     seeds = range(len(probed), len(probed) + len(prompts))
     calls = recorded_calls(pipe, prompts, seeds[0], settings.batch_size, profile.parts, **arguments)
