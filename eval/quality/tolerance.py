@@ -87,17 +87,18 @@ def measure_tolerances(
     plans = plans_of(profile, tolerances)
     ways = {name: _planned(pipe, name, plan, profile) for name, plan in plans.items()}
     ways |= {method.name: attention_method(pipe, method) for method in others}
+    peers = {method.name: method for method in others if isinstance(method, Peer)}
     rows = []
     for name, way in tqdm(ways.items(), "plans and methods"):
         with way:
             with columns_noted(network_of(pipe)) as noted:
                 errors = repeated_errors(pipe, calls)
             images = {x: draw(pipe, prompts, seeds, description=name) for x, draw in draws.items()}
-            if steps is not None and not _is_peer(name):
+            if steps is not None and name not in peers:
                 steps.capture()
-        if steps is not None and _is_peer(name):
+        if steps is not None and name in peers:
             # Excludes reordering tokens, which a model could do once for all layers.
-            with self_attention_by(partial(by_peer, parse_method(name, config.levels))):
+            with self_attention_by(partial(by_peer, peers[name])):
                 steps.capture()
         row = plan_row(name, plans[name], errors) if name in plans else _method_row(name, errors)
         row["columns"] = mean(noted) if noted else None
@@ -180,10 +181,6 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
 
 def _method_row(name: str, errors: Sequence[float]) -> Row:
     return {"plan": name, "scheme": parse_method(name, (0,)).scheme, "errors": [*errors]}
-
-
-def _is_peer(name: str) -> bool:
-    return isinstance(parse_method(name, (0,)), Peer)
 
 
 def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -199,17 +199,19 @@ def test_a_unet_is_compiled_whole_and_a_transformer_block_by_block(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_generate_runs_the_kernels_on_a_gpu(avq):
+def test_generate_runs_the_kernels_on_a_gpu(avq, monkeypatch):
     """Also fails where their image is not that of PyTorch's path, up to half precision."""
+    monkeypatch.setattr(routing, "MEASURED", ())
     prompt = default_prompts()[0]
     sizes = ["--height", "512", "--width", "512", "--guidance-scale", "3"]
-    code, output = avq("generate", prompt, *sizes, "--num-refined", "1")
+    sizes += ["--codebooks", MINI_CODEBOOKS, "--num-refined", "1"]
+    code, output = avq("generate", prompt, *sizes)
     assert code == 0
     assert "AVQ(tritonbackend)" in output
     pipe = StableDiffusionPipeline.from_pretrained(MINI_SD, dtype=torch.float16).to("cuda")
     request = ImageRequest(prompt, None, 512, 512, 25, 3.0)
     exact, _ = timed_image(pipe, request)
-    apply_avq(pipe, AVQCodebooks.from_pretrained(MINI_CODEBOOKS), backend="torch", route="always")
+    apply_avq(pipe, AVQCodebooks.from_pretrained(MINI_CODEBOOKS), backend="torch")
     set_num_refined(pipe, 1)
     expected, _ = timed_image(pipe, request)
     assert psnr(Image.open("avq.png"), expected) > 3 + psnr(exact, expected)

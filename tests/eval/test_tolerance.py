@@ -70,6 +70,15 @@ def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
     assert best["predicted"] <= rows[FINE]["predicted"]
 
 
+@pytest.mark.gpu
+def test_every_step_is_timed_on_a_gpu(tmp_path, monkeypatch):
+    two_level_pipe().save_pretrained(tmp_path / "model")
+    arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1"]
+    arguments += ["--tolerances", "0.5", "--methods", "M4/own,tome@.5", "--output", tmp_path]
+    run_command(monkeypatch, "tolerance", *arguments, "--device", "cuda")
+    assert all(row["ms"] > 0 for row in rows_of(tmp_path / "tolerance_levels01.json").values())
+
+
 def test_errors_of_batches_are_those_of_each_prompt_alone():
     """Catches errors of another prompt, of one half of the guidance alone, or of all parts."""
     pipe, config = two_level_pipe(), AVQConfig.parse(COARSE, levels=(0,))
