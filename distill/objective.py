@@ -136,9 +136,8 @@ class Objective(nn.Module):
         self.teacher.compile(mode=mode)
         if student:
             self.student.compile(mode=mode)
-        for parameter in self.parameters():
-            if parameter.requires_grad:  # or the first gradient would be in a graph's memory
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in self.parameters():  # or the first gradient would be in a graph's memory
+            parameter.grad = torch.zeros_like(parameter)
 
     def forward(
         self, noisy_latents: Tensor, timesteps: Tensor, text_states: Tensor, target: Tensor

@@ -408,3 +408,5 @@ class TestFlops:
         assert self.count(run) == assignment + 2 * product + term
         both = 2 * assignment + 7 * product + 4 * term
         assert self.count(lambda: run().sum().backward()) == both
+        stored = self.count(lambda: stored_attention(QUERY, KEY, KEY, CODEBOOK, num_refined=2))
+        assert stored == 2 * QUERY.numel() * (6 + 3) + 4 * QUERY.numel() * (6 + 2 * 3)

@@ -176,7 +176,11 @@ def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     in one leaf, and cells have several pieces."""
     use(precompute=PRECOMPUTE[name])
     fixed = {"has_codebook": True, "codewords": codewords, "kind": "one hot leaf"}
-    check(drawn(2, queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
+    problem = drawn(2, queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed)
+    tensors, spec = problem.call()
+    sort = call._plan(launch_problem.Problem.of(tensors, None, spec)).launches[0]
+    assert (sort.arguments["chunks"].number == 1) == (name == "one chunk")
+    check(problem)
 
 
 def test_parents_from_the_keys_that_are_loaded_again(use):

@@ -55,11 +55,6 @@ def test_children_are_used_even_where_every_key_is_far_from_every_other():
     assert (child == -1).float().mean() < 0.3
 
 
-def test_children_average_to_their_parent():
-    codebook = fit_codebook(gaussian_mixture(2, 2000, 16, 40) + 50, 8, 4)
-    assert (codebook.children.mean(2) - codebook.parents).abs().max() < 1e-5 * 50
-
-
 def test_same_seed_same_codebook():
     keys = gaussian_mixture(2, 1000, 8, 10)
     first, again, other = (fit_codebook(keys, 16, 4, seed=seed) for seed in (3, 3, 4))
@@ -70,14 +65,6 @@ def test_same_seed_same_codebook():
         again = fit_codebook(keys, 16, 4, seed=3)
     assert torch.equal(first.parents, again.parents)
     assert torch.equal(first.children, again.children)
-
-
-def test_heads_do_not_mix():
-    keys = gaussian_mixture(3, 500, 8, 10)
-    keys[1] += 1000
-    parents = fit_codebook(keys, 8, 4).parents
-    assert (parents[1].mean() - 1000).abs() < 10
-    assert parents[[0, 2]].abs().max() < 100
 
 
 @pytest.mark.parametrize(("distinct", "copies", "parents"), [(5, 20, 16), (32, 1, 32), (1, 20, 4)])
@@ -152,7 +139,6 @@ KEYS = torch.zeros(1, 9, 2)
         ([1.0], {}, TypeError, "keys must be a floating-point tensor, but got list."),
         (KEYS.int(), {}, TypeError, "tensor, but got torch.int32."),
         (KEYS[0], {}, ValueError, "keys must have shape (heads, keys, head_dim) and"),
-        (KEYS[None], {}, ValueError, "but got (1, 1, 9, 2)."),
         (KEYS[:, :0], {}, ValueError, "not be empty, but got (1, 0, 2)."),
         (KEYS / 0, {}, ValueError, "keys must be finite, but got NaN"),
         (KEYS[:, :3], {}, ValueError, "at least num_parents = 4 keys per head, but got 3."),

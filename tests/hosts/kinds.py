@@ -283,7 +283,11 @@ def flux_references(axes: int) -> dict[str, Callable[[], dict[str, Any]]]:
         "the same place": (image, image),
     }
     orders |= {"all in one place": (0 * image,)}
-    return {name: partial(flux_images, axes, images) for name, images in orders.items()}
+    found = {name: partial(flux_images, axes, images) for name, images in orders.items()}
+    if axes == 4:  # a batch of them
+        several = torch.stack([image, position_ids(12, 8, axes=axes)])
+        found["two grids"] = lambda: flux_images(axes, [image]) | {"img_ids": several}
+    return found
 
 
 def flux3_reference(num_tokens: int) -> dict[str, Any]:

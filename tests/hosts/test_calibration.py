@@ -193,8 +193,11 @@ class TestReport:
 
 
 def test_sizes():
-    """Fails for overrides that are not resolved, or children of a flat configuration."""
+    """Fails for overrides that are not resolved, children of a flat configuration, or a capture
+    without a fixed number of parents to refine."""
     config = AVQConfig.parse("M8", levels=(0, 1), overrides={"1": {"num_parents": 6}})
+    by_error = fit(two_level_pipe(), config.changed(threshold=0.1, codewords="means"))
+    assert not any("capture" in measured for measured in figures(by_error).values())
     codebooks = fit(two_level_pipe(), config)
     for name, spec in codebooks.layer_specs.items():
         codebook = codebooks.codebook(name)

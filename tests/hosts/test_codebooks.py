@@ -145,7 +145,7 @@ class TestRoundTrip:
         """Catches names mangled on one side only, anything that is lost or left as zeros, and
         parameters rounded to the half precision that a script has made the default, or to the
         `dtype=` that users pass to every diffusers model."""
-        codebooks = make(unet, config, **facts)
+        codebooks = make(unet, config, **facts).project()
         if config.key_norm:
             nn.init.normal_(codebooks.key_norm(LAYER).weight)
         codebooks.save_pretrained(tmp_path)

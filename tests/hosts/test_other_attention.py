@@ -31,6 +31,7 @@ from tiny import (
 
 from avq_diffusers import (
     AVQConfig,
+    AVQProcessor,
     apply_avq,
     avq_disabled,
     gather_codebooks,
@@ -96,6 +97,10 @@ class TestCustomProcessors:
         for name, row in rows.items():
             assert {*row.calls} == {"Shared" if name in CUSTOM else "AVQ"}
             assert (row.runs == "custom: Shared") == (name in CUSTOM)
+        for name in CUSTOM:  # a tool that makes the processors of all layers anew
+            unet.get_submodule(name).set_processor(AVQProcessor())
+        assert torch.equal(predict(unet, batch=2), expected)
+        assert {x.runs for x in summary(unet).rows if x.name in CUSTOM} == {"custom: Shared"}
         remove_avq(unet)
         for name, processor in processors.items():
             assert unet.get_submodule(name).processor is processor

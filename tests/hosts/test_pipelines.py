@@ -345,3 +345,5 @@ def test_summary(pipe, codebooks):
     assert first.split() == " ".join(cells).split()
     assert first.index("M4P2C2") == header.index("config")
     assert report.cells()[1] == cells
+    without = summary(remove_avq(pipe)).rows
+    assert {row.runs for row in without} == {"exact: AttnProcessor2_0"}

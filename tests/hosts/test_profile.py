@@ -360,7 +360,10 @@ class TestApply:
         changed.unet.get_submodule(LAYER).to_q.weight.data *= 2
         other_noise = UNET.make()
         other_noise.scheduler.register_to_config(beta_end=0.02)
-        for pipe, arguments in ((changed, {}), (other_noise, {}), (UNET.make(), {"height": 192})):
+        hooked = UNET.make()
+        hooked.unet.register_forward_hook(lambda *_: None)  # may change anything
+        others = (changed, {}), (other_noise, {}), (hooked, {}), (UNET.make(), {"height": 192})
+        for pipe, arguments in others:
             with pytest.raises(TypeError, match="to measure this model on once"):
                 apply(pipe, forbidden=True, **arguments)
         with pytest.raises(pytest.fail.Exception, match="it ran"):

@@ -397,6 +397,10 @@ class TestSetOnAStockUNet:
         )  # fmt: skip
         with pytest.raises(ValueError, match="a UNet takes one AVQProcessor, but its layers carry"):
             predict(other)
+        crossed = tiny_unet()
+        crossed.get_submodule(LAYER[:-1] + "2").set_processor(AVQProcessor())
+        with pytest.raises(TypeError, match="serves self-attention in the spatial transformers"):
+            predict(crossed)
 
 
 @pytest.mark.parametrize("make", [tuned_codebooks, own_config])
@@ -462,6 +466,8 @@ def test_codebooks_that_do_not_fit_are_refused(unet, codebooks):
     ):
         with pytest.raises(ValueError, match=message):
             apply_avq(unet, source)
+    with pytest.raises(TypeError, match=r"have a configuration of their own; drop levels\."):
+        apply_avq(unet, codebooks, levels=(0,))
     assert torch.equal(predict(unet), expected)
 
 

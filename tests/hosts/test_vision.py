@@ -141,6 +141,7 @@ def test_a_layer_outside_a_block():
     torch.testing.assert_close(features(apply_avq(model, EVERY_KEY)), exact, rtol=1e-4, atol=1e-5)
     assert calls(model) == [{"AVQ": 1}]
     assert differ(features(apply_avq(model, COARSE)), exact)
+    assert torch.equal(model.forward(images())[0], exact)  # without the hooks around a call
 
 
 def test_dropout_is_handed_over_in_training():

@@ -138,7 +138,7 @@ def main() -> None:
             tests = [f"tests/{name}" for name in nearest(mutation.path)]
             outcome, failed = run(copy, tests, given.seconds)
             path.write_bytes(whole)
-            if outcome == "caught" and run(copy, failed, given.seconds)[0] != "survived":
+            if outcome == "caught" and run(copy, failed or tests, given.seconds)[0] != "survived":
                 outcome = "failed without it, too"
             outcomes[outcome] += 1
             place = f"{mutation.fault}, {mutation.path}:{mutation.line}"

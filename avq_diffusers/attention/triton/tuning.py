@@ -27,8 +27,6 @@ class AttentionTiling:
 # Most columns per block, by how often a tiling was made smaller.
 BLOCK_SIZES = (128, 32, 16)
 MOST_REDUCED = len(BLOCK_SIZES) - 1
-# RTX 50, where float32 blocks of 32 columns spill.
-FEW_REGISTERS = ((12, 0),)
 
 
 def attention_tiling(problem: Problem) -> AttentionTiling:
@@ -48,8 +46,6 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
     head_dim = problem.query.shape[3]
     tile_rows = padded(spec.query_tile, 16)
     tiling = AttentionTiling(num_warps=-(-tile_rows // 16), num_stages=1, codewords=32, keys=32)
-    if dtype == torch.float32 and problem.capability in FEW_REGISTERS:
-        return replace(tiling, codewords=16, keys=16)
     if has_mma or dtype == torch.float32:
         return tiling
     # Measured on an H200, so that two programs share a multiprocessor.
