@@ -44,11 +44,12 @@ from typer.testing import CliRunner
 import distill.run
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
-from avq_diffusers.files import json_digest, read_log
+from avq_diffusers.files import read_log
 from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
 from distill.checkpointing.checkpoint import locked
+from distill.checkpointing.folders import write_digests
 from distill.checkpointing.hub import HTTP_ERRORS, model_card
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -639,9 +640,8 @@ def test_a_truncated_base_model_is_one_sentence(model, tmp_path):
 
 def sign(path, text):
     """Write a changed `run.json` as if a run had saved it."""
-    values = json.loads(text)
-    del values["digest"]
-    path.write_text(json.dumps({**values, "digest": json_digest(values)}))
+    path.write_text(text)
+    write_digests(path.parent)
 
 
 def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model, tmp_path):
@@ -662,7 +662,7 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
     sign(path, saved.replace('"6 of ', '"7 of '))
     error = refused(model, output, "--resume")
     assert "was trained on other data; images or captions have changed since." in error
-    path.write_text(saved)
+    sign(path, saved)
     error = refused(model, output, "--resume", batch_size=2, weight_decay=1)
     assert "has a different configuration: batch_size, weight_decay." in error
 
