@@ -80,23 +80,6 @@ def test_published_scenes_keep_their_images(scenes, size):
 
 
 class TestScenes:
-    @pytest.mark.parametrize(
-        ("scene", "caption"),
-        [
-            (
-                Scene((plain(1, "cross", "large"),), "at the top left", MIRRORED),
-                "one large blue plain cross at the top left on a mirrored pink background",
-            ),
-            (
-                Scene((plain(2, "cross"), patterned(1, "moon")), "left of", PLAIN),
-                "two medium blue plain crosses left of one medium red patterned moon on a plain "
-                "white background",
-            ),
-        ],
-    )
-    def test_captions(self, scene, caption):
-        assert scene.caption == caption
-
     @pytest.mark.parametrize("size", [0, -64, 100])
     def test_bad_size(self, size):
         with pytest.raises(ValueError, match=f"size must be .*got {size}"):

@@ -67,21 +67,14 @@ def maps(root, seed=None, **changes):
     return Prepared(label_maps(root, "training"), replace(DATA, **changes), seed, {})
 
 
-def test_label_maps_belong_to_visible_images(ade):
-    """Catches files of the system that need a label map, and linked or deeper images left out."""
-    folder = ade / "images" / "training"
-    for name in ("._a.jpg", "Thumbs.db", "readme.md", ".ipynb_checkpoints/a.jpg"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).touch()
+def test_label_maps_lie_where_their_images_do(ade):
+    """Catches files of the system that need a label map, and maps of deeper images not found."""
+    (ade / "images" / "training" / "._a.jpg").touch()
     for kind in ("images", "annotations"):
-        (ade / kind / "training" / "more").symlink_to(ade / kind / "validation")
-    images = [Path(row["image"]["path"]) for row in label_maps(ade, "training")]
-    assert [str(path.relative_to(folder)) for path in images] == [
-        "a.jpg",
-        "b.jpg",
-        "more/a.jpg",
-        "more/b.jpg",
-    ]
+        (ade / kind / "validation").rename(ade / kind / "training" / "more")
+    found = [row["label"].relative_to(ade / "annotations") for row in label_maps(ade, "training")]
+    names = ["a.png", "b.png", "more/a.png", "more/b.png"]
+    assert found == [Path("training") / name for name in names]
 
 
 @pytest.mark.parametrize("turned", ["images", "annotations"])
