@@ -148,11 +148,6 @@ def sha256_all(paths: Sequence[Path]) -> list[str | None]:
         return list(pool.map(sha256, paths))
 
 
-def json_digest(values: Any) -> str:
-    """SHA-256 of JSON values in hexadecimal; the same once they were written and read."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Name the file in errors from a full or read-only disk.

@@ -1,4 +1,4 @@
-"""The folder of a training run, and its checkpoints: folders of safetensors files and `run.json`.
+"""The folder of a training run, and its checkpoints: safetensors files, `run.json` and digests.
 
 Only one run writes a folder, and no new run overwrites it. A rename makes a checkpoint appear
 complete. The leftovers of a killed save are hidden, and the next save removes them.
@@ -19,13 +19,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from avq_diffusers import files
-from avq_diffusers.files import TEMPORARY, json_digest, sha256
-from distill.checkpointing.folders import remove_folder, replace_folder
+from avq_diffusers.files import TEMPORARY
+from distill.checkpointing.folders import (
+    check_digests,
+    remove_folder,
+    replace_folder,
+    write_digests,
+)
 from distill.config_file import differing_keys, plain_values
 from distill.log import log_path
 
 RUN_FILE = "run.json"
-DIGEST = "digest"  # key in `run.json`: digest of its other values
 LOCK_SECONDS = 10  # a killed run's data workers hold its lock until they notice
 
 
@@ -44,16 +48,16 @@ class Checkpoint:
         """Load the tensors saved as `name`.
 
         Raises:
-            ValueError: the file is missing or changed, or holds NaN or infinity.
+            ValueError: one holds NaN or infinity.
         """
         path = self.path / f"{name}.safetensors"
-        digest = sha256(path)
-        if digest is None or digest != self.run["sha256"].get(name):
-            raise _damaged(path, "it is not the file that was saved")
         loaded = load_file(path)
         for key, tensor in loaded.items():
             if not tensor.isfinite().all():
-                raise _damaged(path, f"{key} holds NaN or infinity")
+                raise ValueError(
+                    f"{key} of {path} holds NaN or infinity; delete {self.path} to resume from the "
+                    f"checkpoint before."
+                )
         return loaded
 
 
@@ -67,20 +71,13 @@ def newest(output: Path) -> Checkpoint | None:
     """Return the newest checkpoint of a run, if it has one.
 
     Raises:
-        ValueError: its `run.json` is damaged.
+        ValueError: it is damaged.
     """
     found = checkpoints(output)
     if not found:
         return None
-    path = found[-1] / RUN_FILE
-    try:
-        run = json.loads(path.read_text())
-        is_saved = run.pop(DIGEST) == json_digest(run)
-    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise _damaged(path, repr(error)) from None
-    if not is_saved:
-        raise _damaged(path, "it is not the file that was saved")
-    return Checkpoint(found[-1], run)
+    check_digests(found[-1])
+    return Checkpoint(found[-1], json.loads((found[-1] / RUN_FILE).read_text()))
 
 
 def save(
@@ -106,9 +103,9 @@ def save(
         for name, group in tensors.items():
             contiguous = {key: value.detach().contiguous().cpu() for key, value in group.items()}
             save_file(contiguous, folder / f"{name}.safetensors")
-        digests = {name: sha256(folder / f"{name}.safetensors") for name in tensors}
-        values = {"step": step, "config": plain_values(config), "sha256": digests, **run}
-        (folder / RUN_FILE).write_text(json.dumps({**values, DIGEST: json_digest(values)}))
+        values = {"step": step, "config": plain_values(config), **run}
+        (folder / RUN_FILE).write_text(json.dumps(values))
+        write_digests(folder)
     for old in checkpoints(output)[:-keep]:
         remove_folder(old)
     return path
@@ -151,9 +148,3 @@ def check_unused(output: Path) -> None:
     """
     if log_path(output).exists() or checkpoints(output):
         raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
-
-
-def _damaged(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"{path} is damaged ({reason}); delete {path.parent} to resume from the one before."
-    )

@@ -1,12 +1,18 @@
-"""Folders that appear complete, through a rename, once their content is on disk."""
+"""Folders that appear complete, through a rename, once their content is on disk.
 
+A checkpoint also holds the digests of its files.
+"""
+
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from avq_diffusers.files import TEMPORARY, naming
+from avq_diffusers.files import TEMPORARY, naming, sha256_all, write_text
+
+DIGESTS = "digests.json"
 
 
 def sync(path: Path) -> None:
@@ -49,3 +55,37 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def write_digests(folder: Path) -> None:
+    """Record the digests of a checkpoint's files for `check_digests`.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    write_text(folder / DIGESTS, json.dumps(_digests(folder)))
+
+
+def check_digests(folder: Path) -> None:
+    """Check that a checkpoint's files are those that were saved.
+
+    Raises:
+        ValueError: they are not.
+    """
+    try:
+        saved = dict(json.loads((folder / DIGESTS).read_text()))
+    except (OSError, RecursionError, TypeError, ValueError):
+        saved = {}
+    found = _digests(folder)
+    if saved != found:
+        raise ValueError(
+            f"{folder} does not hold the files that were saved; delete it to resume from the "
+            f"checkpoint before."
+        )
+
+
+def _digests(folder: Path) -> dict[str, str | None]:
+    """Digests by file name; other processes may still write random states."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS)
+    paths = [path for path in paths if not path.name.startswith("rng_state")]
+    return dict(zip((path.name for path in paths), sha256_all(paths), strict=True))

@@ -10,6 +10,7 @@ from diffusers.training_utils import compute_snr
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from avq_diffusers.mini import MINI_SD
 from distill.pretrain.config import LatentConfig, SDConfig
 from distill.pretrain.data import render_batches, shard, to_float
 from distill.pretrain.export import make_scheduler, save_sd
@@ -144,12 +145,11 @@ class SDTask:
         self.vae = AutoencoderKL.from_pretrained(vae_folder).requires_grad_(False).eval()
         self.vae.to(device, memory_format=torch.channels_last)
         start = config.init_from
+        self.tokenizer = scene_tokenizer(start or MINI_SD)
         if start is None:
-            self.tokenizer = scene_tokenizer()
             unet = UNet2DConditionModel(**config.unet)
             text_encoder = build_text_encoder(config, self.tokenizer)
         else:
-            self.tokenizer = CLIPTokenizer.from_pretrained(start, subfolder="tokenizer")
             unet = UNet2DConditionModel.from_pretrained(start, subfolder="unet")
             text_encoder = CLIPTextModel.from_pretrained(start, subfolder="text_encoder")
         self.model = SDModel(unet, text_encoder).train()

@@ -8,7 +8,7 @@ from distill.scenes.copies import copy_agreement, corrupt
 from distill.scenes.layout import IMAGE_SIZE
 from distill.scenes.rendering import render
 from distill.scenes.sampling import sample_scene
-from distill.scenes.scenes import VOCABULARY, Scene
+from distill.scenes.scenes import Scene
 
 __all__ = [
     "IMAGE_SIZE",
@@ -16,7 +16,6 @@ __all__ = [
     "TEST_SEEDS",
     "TRAINING_SEEDS",
     "VALIDATION_SEEDS",
-    "VOCABULARY",
     "Scene",
     "copy_agreement",
     "corrupt",

@@ -14,12 +14,10 @@ so a UNet's coarser attention cannot copy them token by token.
 
 from dataclasses import dataclass
 
-from distill.scenes.layout import PLACEMENTS, Box, Members, layout
-from distill.scenes.shapes import SHAPES, SIZES
+from distill.scenes.layout import Box, Members, layout
 
 COUNTS = ("one", "two", "three", "four", "five")
 TEXTURES = ("plain", "striped", "dotted", "checkered", "patterned")
-BACKGROUNDS = ("plain", "tiled", "mirrored")
 
 OBJECT_COLORS = {
     "red": (226, 38, 44),
@@ -86,7 +84,7 @@ class Background:
     """What is behind the objects.
 
     Args:
-        kind: one of `BACKGROUNDS`.
+        kind: `"plain"`, `"tiled"` or `"mirrored"`.
         color: a key of `BACKGROUND_COLORS`.
         cells: cells of 0 and 1: the 5 x 5 tile of "tiled", 12 pixels per cell, or one half of
             "mirrored", 32 x 17 cells of 8 pixels, whose first column is on the mirror axis and 4
@@ -143,18 +141,3 @@ class Scene:
 
 def _plural(shape: str) -> str:
     return f"{shape}es" if shape.endswith("s") else f"{shape}s"
-
-
-_PHRASES = (
-    *("on", "a", "background"),
-    *COUNTS,
-    *SIZES,
-    *OBJECT_COLORS,
-    *TEXTURES,
-    *SHAPES,
-    *map(_plural, SHAPES),
-    *PLACEMENTS,
-    *BACKGROUNDS,
-    *BACKGROUND_COLORS,
-)
-VOCABULARY = tuple(sorted({word for phrase in _PHRASES for word in phrase.split()}))

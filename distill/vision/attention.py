@@ -1,4 +1,4 @@
-"""Replace a vision model's attention by name, and observe it.
+"""Replace a vision model's attention by name, and observe its keys.
 
 Shapes: B batch, H heads, N tokens of a grid in raster order, T tokens before them, such as CLS,
 S sampled keys, D head dim.
@@ -19,38 +19,6 @@ from distill.attention import CHILD, attend_exactly
 from distill.stored import StoredAttention, learn_attention
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
-
-
-@torch.no_grad()
-def observe(model: PreTrainedModel, pixel_values: Tensor) -> dict[str, Tensors]:
-    """The inputs of all layers under exact attention, by layer name.
-
-    Args:
-        model: a vision model; its own attention stays.
-        pixel_values: (B, 3, S, S).
-
-    Raises:
-        TypeError: the model has no layer for AVQ.
-        ValueError: a layer does not attend to the patches.
-    """
-    layers = select_layers(model)
-    calls: dict[str, Tensors] = {}
-
-    def record(name: str, tensors: Tensors, spec: Spec, backend: str) -> Attended:
-        calls[name] = tensors
-        return attend_exactly(tensors, spec, backend)
-
-    functions = {layer.name: partial(record, layer.name) for layer in layers}
-    was_training = model.training
-    model.eval()
-    try:
-        with attention_replaced(model, functions, AVQConfig()):
-            model(pixel_values=pixel_values)
-    finally:
-        model.train(was_training)
-    if idle := functions.keys() - calls.keys():
-        raise ValueError(f"{min(idle)} of {type(model).__name__} does not attend to the patches.")
-    return calls
 
 
 def set_attention(
@@ -86,7 +54,33 @@ def remove_attention(model: PreTrainedModel) -> None:
             delattr(layer.attn, CHILD)
 
 
+@torch.no_grad()
 def keys_of_images(model: PreTrainedModel, images: Tensor) -> Iterator[dict[str, Tensor]]:
-    """The patches' keys (H, n, D) under exact attention, for each image (3, S, S), by layer."""
-    for image in images.split(1):
-        yield {name: call.key[0] for name, call in observe(model, image).items()}
+    """The patches' keys (H, n, D) under exact attention, for each image (3, S, S), by layer.
+
+    Attention is that of `model` again when the last keys have been taken.
+
+    Raises:
+        TypeError: the model has no layer for AVQ.
+        ValueError: a layer does not attend to the patches.
+    """
+    keys: dict[str, Tensor] = {}
+
+    def record(name: str, tensors: Tensors, spec: Spec, backend: str) -> Attended:
+        keys[name] = tensors.key[0]
+        return attend_exactly(tensors, spec, backend)
+
+    functions = {layer.name: partial(record, layer.name) for layer in select_layers(model)}
+    was_training = model.training
+    model.eval()
+    try:
+        with attention_replaced(model, functions, AVQConfig()):
+            for image in images.split(1):
+                model(pixel_values=image)
+                if idle := functions.keys() - keys.keys():
+                    raise ValueError(
+                        f"{min(idle)} of {type(model).__name__} does not attend to the patches."
+                    )
+                yield {**keys}
+    finally:
+        model.train(was_training)

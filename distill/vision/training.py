@@ -23,8 +23,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.files import sha256_all, write_text
+from avq_diffusers.files import write_text
 from distill.attention import CHILD
+from distill.checkpointing.folders import check_digests, write_digests
 from distill.config_file import differing_keys, plain_values
 from distill.quantizer import recorded
 from distill.stored import (
@@ -40,7 +41,6 @@ from distill.vision.models import at_size_of, load_model
 
 METRICS = {"classification": "top1", "segmentation": "miou"}
 CONFIG_FILE = "config.json"
-DIGESTS = "digests.json"  # in a checkpoint
 # Fields that a resumed run may change.
 FREE = tuple(
     f"trainer.{name}" for name in ("logging_steps", "save_total_limit", "dataloader_num_workers")
@@ -106,7 +106,7 @@ class Steps(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_text(folder / DIGESTS, json.dumps(checkpoint_digests(folder)))
+            write_digests(folder)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any
@@ -278,7 +278,7 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
             _claim(output / CONFIG_FILE, config, resume)
     found = newest_checkpoint(output)
     if found is not None:
-        check_saved(found)
+        check_digests(found)
     run = open_run(config, output)
     if run.layers and found is None:
         run.start_codebooks()
@@ -299,31 +299,6 @@ def newest_checkpoint(output: Path) -> Path | None:
     """The newest complete checkpoint; a killed run can leave one without its last file."""
     found = [path.parent for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-def checkpoint_digests(folder: Path) -> dict[str, str | None]:
-    """Digests of a checkpoint's files by name; other processes may still write random states."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS)
-    paths = [path for path in paths if not path.name.startswith("rng_state")]
-    return dict(zip((path.name for path in paths), sha256_all(paths), strict=True))
-
-
-def check_saved(folder: Path) -> None:
-    """Check that a checkpoint's files are those that were saved.
-
-    Raises:
-        ValueError: they are not.
-    """
-    path = folder / DIGESTS
-    try:
-        saved = json.loads(path.read_text()) if path.is_file() else None
-    except (RecursionError, ValueError):
-        saved = None
-    if saved != checkpoint_digests(folder):
-        raise ValueError(
-            f"{folder} does not hold the files that were saved; delete it to resume from the "
-            f"checkpoint before."
-        )
 
 
 def _claim(path: Path, config: VisionConfig, resume: bool) -> None:

@@ -19,7 +19,7 @@ from diffusers import (
     DDPMScheduler,
     EDMEulerScheduler,
     FlowMatchEulerDiscreteScheduler,
-    StableDiffusionPipeline,
+    UNet2DConditionModel,
 )
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
@@ -27,7 +27,7 @@ from PIL import Image
 from processes import start_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import draw, sdxl_unet, two_level_pipe, two_level_unet
+from tiny import sdxl_unet, two_level_pipe, two_level_unet
 from tiny_training import (
     ROOT,
     RUN_CONFIG,
@@ -42,13 +42,14 @@ from tqdm import tqdm
 from typer.testing import CliRunner
 
 import distill.run
-from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
-from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
-from avq_diffusers.files import json_digest, read_log
+from avq_diffusers import AVQCodebooks, summary
+from avq_diffusers.extras.linfusion import load_linfusion
+from avq_diffusers.files import read_log
 from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
 from distill.checkpointing.checkpoint import locked
+from distill.checkpointing.folders import write_digests
 from distill.checkpointing.hub import HTTP_ERRORS, model_card
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -230,25 +231,18 @@ def test_what_a_run_leaves(finished, model):
         assert all(value >= 0 for value in figures.values())
 
 
-def test_the_result_draws_and_is_removed(finished, model):
+def test_the_result_is_what_was_learned(finished, model):
     """Catches an export of whole projections, and of other codewords than the last."""
-    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet")
     codebooks = AVQCodebooks.from_pretrained(finished / "codebooks")
     state = final(finished)["objective"]
     name = next(iter(codebooks.layer_specs))
     learned = state["layers.0.to_k.weight"]
     change = codebooks.projection_changes(name)["to_k.weight"]
-    assert torch.equal(change, learned - pipe.unet.get_submodule(name).to_k.weight)
+    assert torch.equal(change, learned - unet.get_submodule(name).to_k.weight)
     assert change.any()
     quantizer = "layers.0.token_attention.quantizer"
     assert torch.equal(codebooks.codebook(name).children, state[f"{quantizer}.child_codewords"])
-
-    before = draw(pipe)
-    apply_avq(pipe, codebooks, route="always")
-    assert (draw(pipe) - before).abs().max() > 1e-3
-    remove_avq(pipe)
-    assert torch.equal(draw(pipe), before)
 
 
 def test_the_model_card_loads_the_result(finished, model):
@@ -353,20 +347,15 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
     """Catches an export without phi, or with the teacher's projections."""
     settings = {"attention": "linfusion", "steps": 2, "checkpoint_every": "null"}
     assert run(model, tmp_path, **settings).exit_code == 0
-    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    before = draw(pipe)
-    load_linfusion(pipe.unet, tmp_path / "linfusion")
-    assert (draw(pipe) - before).abs().max() > 1e-3
+    unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet")
+    load_linfusion(unet, tmp_path / "linfusion")
     phi = "processor.phi_q.3.weight"
     learned = final(tmp_path, step=2)["objective"][f"layers.0.{phi}"]
-    attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     assert torch.equal(attn.get_parameter(phi), learned)
     assert learned.abs().max() > 0
     learned = final(tmp_path, step=2)["objective"]["layers.0.to_k.weight"]
     assert torch.equal(attn.processor.to_k.weight, learned)
-    remove_linfusion(pipe)
-    assert torch.equal(draw(pipe), before)
     card = (tmp_path / "linfusion" / "README.md").read_text()
     assert 'load_linfusion(pipe, snapshot_download("linfusion"))' in card
     linfusion = json.loads((tmp_path / "linfusion" / "config.json").read_text())
@@ -585,7 +574,7 @@ def train_in_a_rank() -> None:
 def test_two_processes_are_one(model, tmp_path):
     """Catches codebooks or gradients of each process's own, keys of each process's own in place of
     dead codewords, samples seen twice or never, and a cache that lacks some."""
-    split = {"steps": 2, "checkpoint_every": 1, **NO_DEAD}
+    split = {"steps": 1, **NO_DEAD}
     cached = {"data.cache": tmp_path / "cache of one"}
     assert run(model, tmp_path / "one", **split, **cached).exit_code == 0
     settings = split | {"data.cache": tmp_path / "cache"}
@@ -595,7 +584,7 @@ def test_two_processes_are_one(model, tmp_path):
         code, printed = process.finish()
         assert code == 0, printed
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    one, two = (final(tmp_path / name, 2) for name in ("one", "two"))
+    one, two = (final(tmp_path / name, 1) for name in ("one", "two"))
     assert_same(first, second)
     assert_same({"": first["trained"]}, {"": two["objective"]})
     name = "layers.0.token_attention.quantizer.parent_codewords"
@@ -639,9 +628,8 @@ def test_a_truncated_base_model_is_one_sentence(model, tmp_path):
 
 def sign(path, text):
     """Write a changed `run.json` as if a run had saved it."""
-    values = json.loads(text)
-    del values["digest"]
-    path.write_text(json.dumps({**values, "digest": json_digest(values)}))
+    path.write_text(text)
+    write_digests(path.parent)
 
 
 def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model, tmp_path):
@@ -662,7 +650,7 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
     sign(path, saved.replace('"6 of ', '"7 of '))
     error = refused(model, output, "--resume")
     assert "was trained on other data; images or captions have changed since." in error
-    path.write_text(saved)
+    sign(path, saved)
     error = refused(model, output, "--resume", batch_size=2, weight_decay=1)
     assert "has a different configuration: batch_size, weight_decay." in error
 
@@ -674,10 +662,7 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
         ({"tracker": "comet_ml"}, "the tracker comet_ml is not installed"),
         ({"precision": "fp16"}, "precision fp16 needs a GPU"),
         ({"avq.levels": "[7]"}, "no self-attention at level 7"),
-        ({"attention": "sparse"}, "attention must be 'avq', 'linfusion' or"),
-        ({"data.num_samples": 1}, "but the data has 1"),
         ({"base_model": "/nowhere"}, "/nowhere"),
-        ({"avq.num_parents": 4096, "avq.num_refined": 1}, "4096 keys per head, but got 256."),
         ({"samples.num_inference_steps": 1001}, "has 1000 timesteps for 1001 of samples."),
     ],
 )

@@ -31,16 +31,9 @@ from distill.pretrain.loop import update_average
 from distill.pretrain.scorer import build_scorer, contrastive_loss
 from distill.pretrain.sd import build_text_encoder, drop_captions, layered_noise, snr_weights
 from distill.pretrain.sd3 import SD3Model, build_transformer, encode_text, noise_levels
-from distill.pretrain.tokenizer import encode, learn_merges, scene_tokenizer
+from distill.pretrain.tokenizer import encode, scene_tokenizer
 from distill.pretrain.vae import latent_statistics, normalize_latents
-from distill.scenes import (
-    TEST_SEEDS,
-    VOCABULARY,
-    corrupt,
-    render,
-    sample_scene,
-)
-from eval.store.report import SCORER
+from distill.scenes import corrupt, render, sample_scene
 
 COMMON = {
     "num_scenes": 24,
@@ -171,7 +164,7 @@ def test_a_loss_that_is_not_finite_ends_with_one_sentence(tmp_path):
 def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
     """And the optimizer moves every parameter."""
     for name, rate in (("still", 0), ("moved", 0.01)):
-        run("sd", tmp_path / name, init_from=weights, learning_rate=rate, steps=3, ema_decay=0)
+        run("sd", tmp_path / name, init_from=weights, learning_rate=rate, steps=1, ema_decay=0)
         for part in ("unet", "text_encoder"):
             before, after = tensors(weights / part), tensors(tmp_path / name / "model" / part)
             equal = {key for key in before if torch.equal(before[key], after[key])}
@@ -274,41 +267,12 @@ def test_images_arrive_in_order(workers, corrupted):
 # --- tokenizer ---
 
 
-def test_every_caption_word_is_one_token(tokenizer, tmp_path):
-    captions = [sample_scene(seed).caption for seed in TEST_SEEDS[:300]]
-    for caption in [*captions, *VOCABULARY]:
-        tokens = tokenizer.tokenize(caption)
-        assert tokens == [f"{word}</w>" for word in caption.split()]
-    ids = encode(tokenizer, captions)
-    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == captions
-    assert (ids[:, -1] == tokenizer.eos_token_id).all()
-    assert (ids[:, 0] == tokenizer.bos_token_id).all()
-
-    tokenizer.save_pretrained(tmp_path)
-    loaded = CLIPTokenizer.from_pretrained(tmp_path)
-    assert torch.equal(encode(loaded, captions), ids)
-    assert loaded.model_max_length == 77
-
-
 def test_any_other_text_tokenizes_without_loss(tokenizer):
     text = "a zebra éclair, 12 ☃"
     ids = tokenizer(text).input_ids
     assert tokenizer.unk_token_id not in ids[1:-1]
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
     assert decoded.replace(" ", "") == text.replace(" ", "")
-
-
-def test_merges_by_hand_and_the_same_in_every_process(tokenizer):
-    # "a b" occurs in all three words, then all pairs once: alphabetical order decides.
-    assert learn_merges(["abc", "abd", "ab"]) == [
-        ("a", "b"),
-        ("a", "b</w>"),
-        ("ab", "c</w>"),
-        ("ab", "d</w>"),
-    ]
-    # Merged pairs do not overlap: "aaa" + "a</w>".
-    assert learn_merges(["aaaa"]) == [("a", "a"), ("a", "a</w>"), ("aa", "aa</w>")]
-    assert CLIPTokenizer.from_pretrained(SCORER).get_vocab() == tokenizer.get_vocab()
 
 
 # --- losses ---

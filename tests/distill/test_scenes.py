@@ -5,7 +5,6 @@ would have to keep.
 """
 
 import json
-import re
 from dataclasses import replace
 from hashlib import sha256
 
@@ -15,7 +14,6 @@ from PIL import Image
 
 from distill.scenes import (
     IMAGE_SIZE,
-    VOCABULARY,
     Scene,
     copy_agreement,
     corrupt,
@@ -82,30 +80,6 @@ def test_published_scenes_keep_their_images(scenes, size):
 
 
 class TestScenes:
-    @pytest.mark.parametrize(
-        ("scene", "caption"),
-        [
-            (
-                Scene((plain(1, "cross", "large"),), "at the top left", MIRRORED),
-                "one large blue plain cross at the top left on a mirrored pink background",
-            ),
-            (
-                Scene((plain(2, "cross"), patterned(1, "moon")), "left of", PLAIN),
-                "two medium blue plain crosses left of one medium red patterned moon on a plain "
-                "white background",
-            ),
-        ],
-    )
-    def test_captions(self, scene, caption):
-        assert scene.caption == caption
-
-    def test_vocabulary_is_small_and_complete(self):
-        captions = [sample_scene(seed).caption for seed in range(1500)]
-        assert {word for caption in captions for word in caption.split()} == set(VOCABULARY)
-        assert len(VOCABULARY) < 120
-        assert max(len(caption.split()) for caption in captions) <= 30
-        assert all(re.fullmatch("[a-z ]+", caption) for caption in captions)
-
     @pytest.mark.parametrize("size", [0, -64, 100])
     def test_bad_size(self, size):
         with pytest.raises(ValueError, match=f"size must be .*got {size}"):
@@ -115,14 +89,14 @@ class TestScenes:
 class TestCopyAgreement:
     @pytest.mark.parametrize("size", [64, 256])
     def test_images_of_scenes_agree(self, scenes, size):
-        for scene in scenes[:40]:
+        for scene in scenes[:20]:
             agreement = copy_agreement(render(scene, size), scene)
             assert (agreement is not None) == scene.has_copies
             assert agreement is None or 0.9999 < agreement <= 1
 
     def test_images_whose_copies_are_broken_do_not(self, scenes):
         agreements = [
-            copy_agreement(corrupt(scene, i), scene) for i, scene in enumerate(scenes[:150])
+            copy_agreement(corrupt(scene, i, 64), scene) for i, scene in enumerate(scenes[:150])
         ]
         agreements = [agreement for agreement in agreements if agreement is not None]
         assert abs(np.mean(agreements)) < 0.04

@@ -11,7 +11,7 @@ from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTC
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.tensors import Tensors
 from distill.stored import StoredAttention, start_codebooks
-from distill.vision.attention import keys_of_images, observe, remove_attention, set_attention
+from distill.vision.attention import keys_of_images, remove_attention, set_attention
 from distill.vision.config import parse_attention
 
 
@@ -31,17 +31,18 @@ def run(attention, query, key, value, spec):
 
 @pytest.mark.parametrize("family", ["vit", "dinov2 with registers", "siglip", "dpt"])
 def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
-    """Catches queries, keys or values of another layer, and what an observation leaves."""
+    """Catches keys of CLS or registers, of another image or layer, and what an observation
+    leaves."""
     torch.manual_seed(0)
-    make, prefix = FAMILIES[family]
+    make, _ = FAMILIES[family]
     model = make().train()
     layers, images = select_layers(model), torch.randn(2, 3, 64, 64)
     configs = [layer.attn.config for layer in layers]
-    calls = observe(model, images)
-    assert [*calls] == [layer.name for layer in layers]
-    for call in calls.values():
-        assert call.key.shape[2] == len(call.query_order) == 64
-        assert (0 if call.sink_key is None else call.sink_key.shape[2]) == prefix
+    first, second = keys_of_images(model, images)
+    assert [*first] == [layer.name for layer in layers]
+    for name, keys in first.items():
+        assert keys.shape[1] == 64
+        assert not torch.equal(keys, second[name])
     assert all(a.attn.config is b for a, b in zip(layers, configs, strict=True))
     assert model.training
 
@@ -50,11 +51,11 @@ def test_other_models_are_refused():
     images = torch.randn(1, 3, 64, 64)
     swin = SwinModel(SwinConfig(image_size=64, embed_dim=8, depths=[1], num_heads=[1]))
     with pytest.raises(TypeError, match="AVQ does not know the attention of SwinModel"):
-        observe(swin, images)
+        next(keys_of_images(swin, images))
     weights = {"output_attentions": True, "attn_implementation": "eager"}  # which AVQ does not have
     model = ViTModel(ViTConfig(**WIDE, **weights))
     with pytest.raises(ValueError, match=r"layers\.0.* of ViTModel does not attend to the patches"):
-        observe(model, images)
+        next(keys_of_images(model, images))
 
 
 @pytest.mark.parametrize("attention", ["M8P8C4", "M8P8C4/own"])
@@ -117,17 +118,17 @@ def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
     """Catches an observation of the replaced attention, and weights that stay in the model."""
     model, images = tiny_vision(), torch.randn(2, 3, 64, 64)
     before, names = model(images).last_hidden_state, model.state_dict().keys()
-    calls = observe(model, images)
+    first, _ = keys_of_images(model, images)
     layers = set_attention(model, AVQConfig.parse("M8P2C4"), own=False, diveq=False)
     sizes = {"num_images": 2, "images_per_step": 4, "keys_per_layer": 64}
     start_codebooks(layers, keys_of_images(model, images), seed=0, **sizes)
     replaced = model(images).last_hidden_state
     assert not torch.allclose(replaced, before, atol=1e-3)
-    for name, call in observe(model, images).items():
-        assert torch.equal(call.key, calls[name].key)
+    for name, keys in next(keys_of_images(model, images)).items():
+        assert torch.equal(keys, first[name])
         layer = layers[name]
-        error = layer.quantizer(call.key.float()).commitment()
-        assert error < 0.7 * call.key.var()
+        error = layer.quantizer(keys[None].float()).commitment()
+        assert error < 0.7 * keys.var()
         assert float(layer.quantizer.ema_counts[0, :, 0].sum()) == pytest.approx(4 * 64)
     assert torch.equal(model(images).last_hidden_state, replaced)
     remove_attention(model)

@@ -67,24 +67,17 @@ def maps(root, seed=None, **changes):
     return Prepared(label_maps(root, "training"), replace(DATA, **changes), seed, {})
 
 
-def test_label_maps_belong_to_visible_images(ade):
-    """Catches files of the system that need a label map, and linked or deeper images left out."""
-    folder = ade / "images" / "training"
-    for name in ("._a.jpg", "Thumbs.db", "readme.md", ".ipynb_checkpoints/a.jpg"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).touch()
+def test_label_maps_lie_where_their_images_do(ade):
+    """Catches files of the system that need a label map, and maps of deeper images not found."""
+    (ade / "images" / "training" / "._a.jpg").touch()
     for kind in ("images", "annotations"):
-        (ade / kind / "training" / "more").symlink_to(ade / kind / "validation")
-    images = [Path(row["image"]["path"]) for row in label_maps(ade, "training")]
-    assert [str(path.relative_to(folder)) for path in images] == [
-        "a.jpg",
-        "b.jpg",
-        "more/a.jpg",
-        "more/b.jpg",
-    ]
+        (ade / kind / "validation").rename(ade / kind / "training" / "more")
+    found = [row["label"].relative_to(ade / "annotations") for row in label_maps(ade, "training")]
+    names = ["a.png", "b.png", "more/a.png", "more/b.png"]
+    assert found == [Path("training") / name for name in names]
 
 
-@pytest.mark.parametrize("turned", ["image", "labels", "both"])
+@pytest.mark.parametrize("turned", ["images", "annotations"])
 def test_label_maps_lie_on_upright_images(tmp_path, turned):
     """Catches an orientation that is heeded for one of the two, which then differ silently."""
     pixels = np.full((16, 16), 1, np.uint8)
@@ -95,7 +88,7 @@ def test_label_maps_lie_on_upright_images(tmp_path, turned):
     exif[0x0112] = 6  # turn it clockwise to see it
     for array, folder, name in ((pixels, "images", "a.jpg"), (labels, "annotations", "a.png")):
         image, options = Image.fromarray(array), {}
-        if turned in ("both", "image" if folder == "images" else "labels"):
+        if turned == folder:
             image, options = image.transpose(Image.Transpose.ROTATE_90), {"exif": exif}
         save(tmp_path / folder / "training" / name, image, **options)
     sample = maps(tmp_path, image_size=16)[0]

@@ -150,7 +150,8 @@ def test_every_config_is_complete():
 
 
 def test_the_loss_falls_and_the_score_rises(place, tmp_path):
-    config = settings(place, **{"trainer.max_steps": 30, "data.augment": "none"})
+    batch = {"trainer.per_device_train_batch_size": 4, "trainer.gradient_accumulation_steps": 1}
+    config = settings(place, **batch, **{"trainer.max_steps": 30, "data.augment": "none"})
     assert fine_tune(config, tmp_path, resume=False)["eval_top1"] > 90
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     assert model.config.id2label == {0: "green", 1: "red"}

@@ -273,7 +273,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert [row["columns"] for row in rows] == [pytest.approx(8, abs=1), 8]
     assert all(row["tokens"] == 1024 and 0 < row["error"] < 1 for row in rows)
     assert not list(tmp_path.glob("*.png"))  # its plot is of times, on a GPU
-    arguments[3], arguments[5] = 322, "exact,M8/own"
+    arguments[3], arguments[5] = 322, "exact"
     run_command(monkeypatch, "keys", *arguments, "--frames", 2)
     document = json.loads((tmp_path / "keys_model_2_frames_cpu_bfloat16.json").read_text())
     assert (document["frames"], document["rows"][0]["tokens"]) == (2, 2 * 23 * 23)

@@ -212,7 +212,7 @@ FORMATS = [
     ),
     *(
         Format(f"checkpoint, {file}", partial(training_checkpoint, file=file), read_checkpoint)
-        for file in ("run.json", "model.safetensors", "optimizer.safetensors")
+        for file in ("digests.json", "model.safetensors")
     ),
     Format("cache", cache, read_cache),
     of_text("distill log", log_path(Path()).name, lines(*LOG_LINES), read_log),
