@@ -1,4 +1,4 @@
-"""Runs kernels where the GPU has the resources for them and they pass their self-check."""
+"""Runs kernels where Triton can make them for the GPU and they pass their self-check."""
 
 import warnings
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def guarded(
     expected: Callable[[Tensors], list[Tensor]],
     of: str = "attention",
 ) -> list[Tensor] | None:
-    """The results of kernels; None if they exceed the GPU's resources or are wrong.
+    """The results of kernels; None if Triton cannot make them for the GPU, or they are wrong.
 
     Args:
         run: launches the kernels; takes stored codewords in their form, if there are any.
@@ -36,9 +36,9 @@ def guarded(
     with _current(tensors.query.device):
         try:
             found = run(stored_codes(tensors))
-        except kernels().OutOfResources as error:
+        except kernels().UnfitError as error:
             warnings.warn(f"AVQ runs in PyTorch for calls like this one: {error}", stacklevel=4)
-            fault = f"the kernels exceed this GPU's resources: {error}"
+            fault = f"Triton cannot make the kernels for this GPU: {error}"
             faults[kind_of_call(tensors, spec)] = fault
             return None
     if self_check.is_due(tensors, spec, of=of):
@@ -53,11 +53,10 @@ def guarded(
 @cache
 def kernels() -> SimpleNamespace:
     """The modules that launch kernels; importing them needs Triton."""
-    from triton.runtime.errors import OutOfResources
-
     from avq_diffusers.attention.triton import call, gradients
+    from avq_diffusers.attention.triton.launch import UnfitError
 
-    return SimpleNamespace(call=call, gradients=gradients, OutOfResources=OutOfResources)
+    return SimpleNamespace(call=call, gradients=gradients, UnfitError=UnfitError)
 
 
 def _current(device: torch.device) -> AbstractContextManager:

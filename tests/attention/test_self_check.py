@@ -1,6 +1,7 @@
 """Kernels that go wrong, or exceed the resources of unverified GPUs."""
 
 import math
+import re
 from operator import itemgetter
 
 import pytest
@@ -14,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from avq_diffusers import avq_attention
 from avq_diffusers.attention import limits, operators, self_check, settled
 from avq_diffusers.attention.schema import arguments_of
-from avq_diffusers.attention.triton import call, launch, tuning
+from avq_diffusers.attention.triton import call, launch, select, tuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {"num_parents": 8, "num_children": 4, "num_refined": 2, "query_tile": 64}
@@ -153,7 +154,7 @@ def test_right_gradients_pass_once_and_are_those_of_the_kernels(monkeypatch):
 
 
 def lack(tensor):
-    raise OutOfResources(200_000, 100_000, "shared memory")
+    raise launch.UnfitError("out of resource: shared memory")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
@@ -229,7 +230,7 @@ def test_a_gpu_with_less_memory_gets_smaller_tilings(monkeypatch, failures):
     def limited(plan, inputs, device):
         plans.append(plan)
         if len(plans) <= failures:
-            raise OutOfResources(200_000, 100_000, "shared memory")
+            raise launch.UnfitError("out of resource: shared memory")
         return run(plan, inputs, device)
 
     monkeypatch.setattr(launch.Plan, "run", limited)
@@ -246,12 +247,27 @@ def test_a_gpu_with_far_less_memory_gets_pytorch(monkeypatch):
 
     def never(plan, inputs, device):
         plans.append(plan)
-        raise OutOfResources(200_000, 100_000, "shared memory")
+        raise launch.UnfitError("out of resource: shared memory")
 
     monkeypatch.setattr(launch.Plan, "run", never)
     with pytest.warns(UserWarning, match="AVQ runs in PyTorch for calls like this one: out of"):
         assert torch.equal(attention(), expected)
     assert len(plans) == 1 + tuning.MOST_REDUCED
-    with pytest.raises(ValueError, match="exceed this GPU's resources: out of resource"):
+    with pytest.raises(ValueError, match="cannot make the kernels for this GPU: out of resource"):
         attention()
     assert attention(num_refined=3, backend="torch").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfResources(200_000, 100_000, "shared memory"), RuntimeError("PassManager failed")]
+)
+def test_what_the_compiler_raises_means_that_kernels_do_not_fit(monkeypatch, error):
+    """Its passes raise a RuntimeError, with which a call would fail instead of running PyTorch."""
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(launch, "direct_launch", fail)
+    pointers = dict.fromkeys(select.select_kernel.arg_names, 1)
+    with pytest.raises(launch.UnfitError, match=re.escape(str(error))):
+        _ = launch.Launch(select.select_kernel, (1, 1, 1), pointers).direct

@@ -574,7 +574,7 @@ def train_in_a_rank() -> None:
 def test_two_processes_are_one(model, tmp_path):
     """Catches codebooks or gradients of each process's own, keys of each process's own in place of
     dead codewords, samples seen twice or never, and a cache that lacks some."""
-    split = {"steps": 1, **NO_DEAD}
+    split = {"steps": 2, "checkpoint_every": 1, **NO_DEAD}
     cached = {"data.cache": tmp_path / "cache of one"}
     assert run(model, tmp_path / "one", **split, **cached).exit_code == 0
     settings = split | {"data.cache": tmp_path / "cache"}
@@ -584,7 +584,7 @@ def test_two_processes_are_one(model, tmp_path):
         code, printed = process.finish()
         assert code == 0, printed
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    one, two = (final(tmp_path / name, 1) for name in ("one", "two"))
+    one, two = (final(tmp_path / name, 2) for name in ("one", "two"))
     assert_same(first, second)
     assert_same({"": first["trained"]}, {"": two["objective"]})
     name = "layers.0.token_attention.quantizer.parent_codewords"

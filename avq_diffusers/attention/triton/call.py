@@ -5,12 +5,11 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from avq_diffusers.attention.tensors import Tensors, empty_shown, empty_tokens
 from avq_diffusers.attention.triton.attention import attention_launches
 from avq_diffusers.attention.triton.codewords import StoredCodes
-from avq_diffusers.attention.triton.launch import MOST_PLANS, Memory, Plan, are_aligned
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Memory, Plan, UnfitError, are_aligned
 from avq_diffusers.attention.triton.precompute import precompute_launches
 from avq_diffusers.attention.triton.problem import Given, Problem, given_by, readable
 from avq_diffusers.attention.triton.tuning import MOST_REDUCED
@@ -35,7 +34,7 @@ def kernel_attention(
         `Attended.shown`.
 
     Raises:
-        OutOfResources: even the smallest tiling exceeds the GPU's registers or shared memory.
+        UnfitError: even with the smallest tiling, Triton cannot make a kernel for this GPU.
     """
     tensors = readable(tensors)
     results = empty_tokens(tensors.query), empty_shown(tensors.query, spec.query_tile)
@@ -72,16 +71,16 @@ def repetition(tensors: Tensors, spec: Spec) -> Callable[[Tensors], tuple[Tensor
 
 
 def run_fitting(make_plan: Callable[[Problem], Plan], problem: Problem, given: Given) -> Tensor:
-    """`Plan.run` of a problem, with smaller tilings if it exceeds the GPU's resources.
+    """`Plan.run` of a problem, with smaller tilings if Triton cannot make a kernel for this GPU.
 
     Raises:
-        OutOfResources: even the smallest tiling exceeds them.
+        UnfitError: it cannot even with the smallest.
     """
     while True:
         fitting = _fitting(problem)
         try:
             return make_plan(fitting).run(given, problem.device)
-        except OutOfResources:
+        except UnfitError:
             if fitting.reduction == MOST_REDUCED:
                 raise
             # Other threads may have done the same.

@@ -5,8 +5,9 @@ gives, parts of one allocation, and the allocation itself in place of absent one
 reads.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
 
 from avq_diffusers.attention.triton.launcher import (
     IS_DIRECT,
@@ -31,6 +33,24 @@ MOST_PLANS = 512
 
 # A kernel takes an address as a pointer, or a tensor if it is launched the public way.
 Address = int | Tensor | None
+
+
+class UnfitError(Exception):
+    """Triton cannot make a kernel for this GPU: it needs too much, or does not compile."""
+
+
+@contextmanager
+def _making() -> Iterator[None]:
+    """Raise what goes wrong while Triton makes a kernel as `UnfitError`.
+
+    The passes of its compiler raise a plain RuntimeError.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TritonError, RuntimeError) as error:
+        raise UnfitError(str(error)) from error
 
 
 @cache
@@ -126,15 +146,23 @@ class Launch:
             name: each(lambda x: x if isinstance(x, int | float) else addresses[_place(x)], value)
             for name, value in self.arguments.items()
         }
-        constants = self.constants if IS_INTERPRETED else self.compiled_constants()
-        self.kernel[self.grid](**filled, **constants, **self.options)
+        if IS_INTERPRETED:
+            self.kernel[self.grid](**filled, **self.constants, **self.options)
+            return
+        with _making():
+            self.kernel[self.grid](**filled, **self.compiled_constants(), **self.options)
 
     @cached_property
     def direct(self) -> Callable[[int, Iterable[Any]], None]:
-        """The launch on the current device; the first compiles and loads the kernel."""
+        """The launch on the current device; the first compiles and loads the kernel.
+
+        Raises:
+            UnfitError: Triton cannot make the kernel.
+        """
         kinds = {name: each(_representative, x) for name, x in self.arguments.items()}
         arguments = kinds | self.compiled_constants() | self.options
-        return direct_launch(self.kernel, self.grid, arguments)
+        with _making():
+            return direct_launch(self.kernel, self.grid, arguments)
 
     def compiled_constants(self) -> dict[str, Any]:
         """The constants in the compiler's form: members of a tuple must be marked as constexpr."""
