@@ -33,7 +33,7 @@ class Spec:
     Args:
         num_parents: parent codewords per head, M0.
         num_children: children per parent; 0 is flat VQ-attention.
-        threshold: the attention's error that a further column must mend to be shown, at least 0: 0
+        threshold: the attention's error that a further column must fix to be shown, at least 0: 0
             is exact attention, infinity flat VQ. 1e-4 if neither this nor `num_refined` is given.
         num_refined: in place of a threshold, parents refined per query tile, the paper's P; at most
             `num_parents`.

@@ -105,7 +105,7 @@ SMALL = {
     r"torch\.b?float16": "torch.float32",
     r'\.to\("cuda"\)': "",
     r', device="cuda"': "",
-    r"1036, 1036": "64, 64",
+    r"1554, 1554": "64, 64",
     r"(height|width)=\d+": r"\1=32",
     r', "(a bowl|a street|two cats|two red)[^"]*"': "",
     r"((?:= pipe|calibrate|measure_error)\(.*|apply_avq\(.*prompt=.*)\)(?=$|\.images)": (

@@ -39,7 +39,7 @@ def avq_attention(
 
     Each key is assigned to its nearest parent, then to that parent's nearest child if closer;
     otherwise it stays with the parent. A query tile shows a cell at the coarsest of three levels,
-    its parent, its leaves or its keys, at which a further column would mend at most `threshold`:
+    its parent, its leaves or its keys, at which a further column would fix at most `threshold`:
     the attention that the tile's queries pay to it, times the variance of the logits inside. 0 is
     exact attention, infinity flat VQ. With `num_refined`, the paper's form, a tile shows the leaves
     of the parents with the largest importance, the attention that its queries pay to the cell; with
@@ -75,7 +75,7 @@ def avq_attention(
             to float32 if that is narrower. None takes the codewords from `key`.
         num_parents, num_children: sizes without a codebook, at most 16 codewords M0 (1 + C) per
             key; a codebook has its own.
-        threshold: error of the attention that a further column must mend to be shown, at least 0;
+        threshold: error of the attention that a further column must fix to be shown, at least 0;
             1e-4 if neither this nor `num_refined` is given. From 4096 queries on, 16 of each tile
             decide.
         num_refined: parents refined per query tile, in place of a threshold; 0 is flat

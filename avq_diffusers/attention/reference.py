@@ -58,7 +58,7 @@ def avq_attention(tensors: Tensors, spec: Spec) -> Tensor:
     """Softmax attention over keys replaced by codewords, at a resolution of each query tile's own.
 
     A tile shows a cell at the coarsest of three levels, its parent, its leaves or its keys, at
-    which a further column would mend at most the threshold: the attention to it times the variance
+    which a further column would fix at most the threshold: the attention to it times the variance
     of the logits that the column would resolve. 0 is exact attention, infinity flat VQ. With
     `num_refined`, the paper's form, it shows the leaves of the parents with the largest importance;
     if means represent the keys, with the largest importance times spread.
@@ -157,7 +157,7 @@ def resolution(
     sink_key: Tensor | None,
     threshold: float,
 ) -> Levels:
-    """The levels at which a further column would mend at most `threshold`.
+    """The levels at which a further column would fix at most `threshold`.
 
     Args:
         tile_query: (B, H, I, D), the queries that decide, times the scale.

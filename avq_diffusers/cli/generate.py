@@ -1,5 +1,6 @@
 """`avq generate`: an image with AVQ attention, next to the exact one."""
 
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +27,7 @@ from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 LEGEND = """level: 0 has the most tokens; heads: number x dim; config: parents (M), children (C) of
 each, and the threshold (T) or number (P) of refined parents; columns: the codewords and keys
 that a query attends to, on average; calls: one per step"""
+EFFECT_LEGEND = "effect: error of the model's output if AVQ ran in this layer only"
 SETTLING_STEPS = 4  # a route reads the columns of its first calls, then measures
 ALIKE, SIMILAR = 40, 30  # PSNR in dB from which images look so
 
@@ -73,8 +75,14 @@ def generate_image(
         row_titles=[str(request)],
     )
     save_sheet(sheet, output)
-    print(f"{report}\n{LEGEND}\n")
-    closer = f"--tolerance {0.02 if tolerance is None else tolerance / 4:g}"
+    legend = LEGEND if tolerance is None else f"{LEGEND}\n{EFFECT_LEGEND}"
+    print(f"{report}\n{legend}\n")
+    smaller = 0.02
+    if tolerance is not None:
+        # The fastest thresholds may stay far within the tolerance.
+        reached = tolerance if report.allocation is None else report.allocation.error
+        smaller = min(tolerance, reached or tolerance) / 4
+    closer = f"--tolerance {smaller:.2g}"
     closer = closer if model.codebooks is None else "a larger --num-refined"
     print(f"{request}\n{speed_line(times)}\n{likeness_line(likeness, closer)}")
     print(layers_line(report, is_forced=route != "fastest"))
@@ -120,6 +128,8 @@ def speed_line(times: StepTimes) -> str:
 
 def likeness_line(likeness: float, closer: str) -> str:
     """Say how similar the images are; `closer` is how to get more so."""
+    if likeness == inf:
+        return "  PSNR of the two images: inf dB, they are identical"
     look = "they look alike"
     if likeness < ALIKE:
         look = "details differ" if likeness >= SIMILAR else "they differ visibly"

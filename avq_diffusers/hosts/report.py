@@ -123,7 +123,7 @@ def _columns(row: LayerReport) -> str:
     if row.columns is None:
         return "-"
     codewords, keys = row.columns
-    return f"{codewords:.0f}" + (f" + {keys:.0f} keys" if keys else "")
+    return f"{codewords:.0f}" + (f" + {keys:.0f} keys" if keys >= 0.5 else "")
 
 
 def _runs(hosted: Hosted, layer: Layer, state: LayerState | None) -> str:

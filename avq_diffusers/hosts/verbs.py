@@ -360,7 +360,7 @@ def set_threshold(
 
     Args:
         pipe: a pipeline or model with AVQ.
-        threshold: the attention's error that a further column must mend to be shown, at least 0, or
+        threshold: the attention's error that a further column must fix to be shown, at least 0, or
             `"exact"` for exact attention. Or a schedule in training timesteps, which fall from 1000
             to 0: `{1000: "exact", 900: 1e-4, 400: 1e-3}` is exact from timestep 1000 down, with
             threshold 1e-4 from 900 down and 1e-3 from 400 down. With flow matching, timesteps are

@@ -286,8 +286,9 @@ def test_tolerance_is_honoured(avq, model, monkeypatch):
         ([1.0, 0.8, 1.0], 47, "speed: 2.00x as fast (2.00x to 2.50x", "they look alike"),
         ([4.0, 5.0, 4.0], 35, "speed: 0.50x as fast (0.40x", "differ; closer, and slower: -x"),
         ([1.9, 2.1, 2.0], 20, "speed: as fast, within noise (0.95x", "they differ visibly; closer"),
+        ([2.0, 2.0, 2.0], float("inf"), "speed: as fast, within noise", "they are identical"),
     ],
-    ids=["faster", "slower", "noise"],
+    ids=["faster", "slower", "noise", "identical"],
 )
 def test_the_outcome_is_said_in_words(avq, likeness, speed, look):
     """Catches times or bounds that are swapped, a verdict on noise, and unneeded advice."""

@@ -1,7 +1,7 @@
 """Select kernel: what each query tile attends to, as a list of columns.
 
 With a threshold, a cell is shown as its parent, as its leaves, or leaf by leaf as its keys: at the
-coarsest level at which a further column would mend at most the threshold. With m the mean attention
+coarsest level at which a further column would fix at most the threshold. With m the mean attention
 of some queries of the tile, s a spread and size the mean of |q|^2 / D, times the squared scale:
 
     refine parent p   m_p (growth(size s_p) - growth(size mean spread of its leaves))
