@@ -12,7 +12,6 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from hosts.kinds import KINDS
-from hosts.zoo import zoo_transformer
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -20,8 +19,8 @@ from tiny_transformers import (
     flux_transformer,
     position_ids,
     predict,
+    tiny_transformer,
     wan_transformer,
-    z_transformer,
 )
 
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, select_layers, summary
@@ -41,7 +40,7 @@ def set_backend(model, backend: AttentionBackendName) -> None:
 
 def test_padded_image_tokens_are_sinks():
     """Z-Image pads the image to multiples of 32."""
-    model = z_transformer()
+    model = tiny_transformer("ZImageTransformer2DModel")
     exact = predict(model, 6, 10)
     apply_avq(model, EXACT)
     assert (predict(model, 6, 10) - exact).norm() < 1e-5 * exact.norm()
@@ -50,7 +49,7 @@ def test_padded_image_tokens_are_sinks():
 
 def test_layers_that_refine_a_text():
     """Catches AVQ in them, on the grid of an image of as many tokens."""
-    model = zoo_transformer("HunyuanImageTransformer2DModel")
+    model = tiny_transformer("HunyuanImageTransformer2DModel")
     names = {layer.name for layer in select_layers(model)}
     assert names == {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"}
 

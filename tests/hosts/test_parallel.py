@@ -109,8 +109,8 @@ def same_as_one(name: str, **overrides) -> None:
     assert torch.equal(kind.predict(remove_avq(model), **overrides), plain)
 
 
-FAMILIES = {name: {} for name in ("Flux", "Flux2", "Qwen-Image", "Wan", "ChronoEdit", "Helios")}
-FAMILIES |= {"MiniMaxH3": {}, "LTX": {"encoder_attention_mask": None}}
+FAMILIES = {name: {} for name in ("Flux", "Flux2", "QwenImage", "Wan", "ChronoEdit", "Helios")}
+FAMILIES |= {"MiniMaxH3": {}, "LTXVideo": {"encoder_attention_mask": None}}
 CASES |= {name: partial(same_as_one, name, **options) for name, options in FAMILIES.items()}
 
 
@@ -135,7 +135,7 @@ def sizes_that_do_not_divide() -> None:
 
     Without padding: diffusers joins masks of several sizes wrongly.
     """
-    kind, rank = KIND["Qwen-Image"], dist.get_rank()
+    kind, rank = KIND["QwenImage"], dist.get_rank()
     model = kind.make.func(kind.make.args[0], num_attention_heads=5)
     size = {"height": 7, "width": 11}
     text = torch.randn(2, 25, 32, generator=torch.Generator().manual_seed(5))
@@ -194,7 +194,7 @@ def gradients() -> None:
 
 @case
 def checkpoints() -> None:
-    kind = KIND["Qwen-Image"]
+    kind = KIND["QwenImage"]
     model = ulysses(avq(kind.make()))
     kind.call(model).square().sum().backward()
     expected = model.img_in.weight.grad.clone()
@@ -339,7 +339,7 @@ def same_as_one_with_tensors_split(name: str) -> None:
     assert str(summary(model)).endswith("parallelism: tensor parallelism, degree 2")
 
 
-SPLIT = ("Flux", "Flux2", "Qwen-Image")
+SPLIT = ("Flux", "Flux2", "QwenImage")
 CASES |= {f"tensors of {x}": partial(same_as_one_with_tensors_split, x) for x in SPLIT}
 
 

@@ -30,7 +30,6 @@ from diffusers.models.attention_processor import (
     JointAttnProcessor2_0,
     SD3IPAdapterJointAttnProcessor2_0,
 )
-from hosts.zoo import padding, zoo_transformer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tiny import quiet
 from tiny_transformers import (
@@ -42,9 +41,11 @@ from tiny_transformers import (
     flux_pipe,
     flux_transformer,
     inputs,
+    padding,
     predict,
     sd3_pipe,
     sd3_transformer,
+    tiny_transformer,
     tiny_vae,
 )
 
@@ -413,7 +414,7 @@ def test_peft_model():
 
 TEXT, SEEN = torch.randn(1, 24, 32), {"prompt_attention_mask": padding()[1:].long()}
 NEGATIVE = {"negative_prompt_embeds": TEXT, "negative_prompt_attention_mask": padding()[:1].long()}
-POOLED = {"pooled_prompt_embeds": torch.ones(1, 16)}
+POOLED = {"pooled_prompt_embeds": torch.ones(1, 64)}
 
 
 @pytest.mark.parametrize(
@@ -429,7 +430,10 @@ def test_calls_of_video_pipelines(name, arguments):
     cls = getattr(diffusers, f"{name}Pipeline")
     scheduler = CogVideoXDDIMScheduler if "Cog" in name else FlowMatchEulerDiscreteScheduler
     parts = dict.fromkeys(inspect.signature(cls).parameters)
-    parts |= {"transformer": zoo_transformer(f"{name}Transformer3DModel"), "scheduler": scheduler()}
+    parts |= {
+        "transformer": tiny_transformer(f"{name}Transformer3DModel"),
+        "scheduler": scheduler(),
+    }
     pipe = quiet(cls(**parts))
     arguments = arguments | {"prompt_embeds": TEXT, "height": 128, "width": 192}
 
