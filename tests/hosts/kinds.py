@@ -349,6 +349,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "feature": "Qwen-Image",
     },
     "ZImage": {
+        "sizes": ((6, 10), (10, 6)),  # not multiples of 32, to which it pads
         "output": lambda output: torch.cat([image.flatten() for image in output[0]]),
         "timestep": lambda value: {"t": remainder(value)["timestep"]},
         "references": {
