@@ -16,7 +16,14 @@ import tiny_vision
 import torch
 from checks import contents
 from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
-from tiny import three_level_unet, tiny_unet, traced_unet, two_level_unet
+from tiny import (
+    active,
+    three_level_unet,
+    tiny_unet,
+    traced_unet,
+    two_level_sdxl_unet,
+    two_level_unet,
+)
 from tiny_transformers import FRAMES, NUM_TEXT, ROWS, padding, position_ids
 from torch import Tensor, nn
 
@@ -133,25 +140,7 @@ def added_mask(num_tokens: int) -> dict[str, Tensor]:
     return {"attention_mask": -1e4 * is_masked.float().expand(2, 1, -1)}
 
 
-def hidden_text(*lengths: int) -> Tensor:
-    """Which tokens of the texts of a batch are no padding."""
-    return torch.arange(NUM_TEXT) < torch.tensor(lengths)[:, None]
-
-
-# UNets: two levels with self-attention. SDXL has none at level 0, blocks of two layers.
-SDXL = {
-    "block_out_channels": (16, 32),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2),
-    "attention_head_dim": (2, 4),
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 80,
-}
-
-
+# UNets: two levels.
 ADDED = {
     "block_out_channels": (32, 64),
     "down_block_types": ("SimpleCrossAttnDownBlock2D", "ResnetDownsampleBlock2D"),
@@ -162,11 +151,7 @@ ADDED = {
 
 
 def controlnet() -> ControlNetModel:
-    net = ControlNetModel.from_unet(three_level_unet(), conditioning_channels=3).eval()
-    for name, parameter in net.named_parameters():  # zero, so that training starts gently
-        if name.startswith("controlnet_") and name.endswith("weight"):
-            nn.init.normal_(parameter, std=0.1)
-    return net
+    return active(ControlNetModel.from_unet(three_level_unet(), conditioning_channels=3)).eval()
 
 
 def residuals(output: tuple[list[Tensor], Tensor]) -> Tensor:
@@ -340,7 +325,9 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "QwenImage": {
         **FRACTION,
-        "padding": {"encoder_hidden_states_mask": hidden_text(NUM_TEXT, 8)},
+        "padding": {
+            "encoder_hidden_states_mask": torch.arange(NUM_TEXT) < torch.tensor([[NUM_TEXT], [8]])
+        },
         "references": {
             "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
             "before": partial(qwen_images, (1, 4, 6), (1, 8, 12)),
@@ -428,7 +415,7 @@ def vision_kind(family: str, inputs=sized_inputs, **others) -> Kind:
 
 KINDS = (
     unet_kind("SD1.5", two_level_unet, mask=added_mask, small=traced_unet),
-    unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
+    unet_kind("SDXL", two_level_sdxl_unet, inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
     unet_kind("UNet3D", unet3d, inputs=video_inputs),
     unet_kind("Stable Video Diffusion", svd, inputs=svd_inputs),
