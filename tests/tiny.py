@@ -125,16 +125,21 @@ def sdxl_unet(**overrides) -> UNet2DConditionModel:
     return tiny_unet(**arguments | overrides)
 
 
+def two_level_sdxl_unet(**overrides) -> UNet2DConditionModel:
+    """`two_level_unet` of SDXL's kind: no self-attention at level 0."""
+    arguments = {
+        "block_out_channels": (16, 32),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2),
+        "attention_head_dim": (2, 4),
+    }
+    return sdxl_unet(**arguments | overrides)
+
+
 def traced_sdxl_unet() -> UNet2DConditionModel:
     """`traced_unet` of SDXL's kind: two self-attentions, both at level 1."""
-    return sdxl_unet(
-        block_out_channels=(16, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        mid_block_type=None,
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 2),
-        attention_head_dim=(2, 4),
-    )
+    return two_level_sdxl_unet(mid_block_type=None, up_block_types=("UpBlock2D",) * 2)
 
 
 def sd2_unet() -> UNet2DConditionModel:
@@ -191,6 +196,14 @@ def tiny_components(unet: UNet2DConditionModel | None = None, encoders: dict | N
         "safety_checker": None,
         "feature_extractor": None,
     }
+
+
+def active(controlnet):
+    """The ControlNet, its residuals not zero, as they are so that training starts gently."""
+    for name, weight in controlnet.named_parameters():
+        if name.startswith("controlnet_"):
+            nn.init.normal_(weight, std=0.1)
+    return controlnet
 
 
 def motion_adapter() -> MotionAdapter:

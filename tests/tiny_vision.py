@@ -3,25 +3,16 @@
 import torch
 from torch import Tensor, nn
 from transformers import (
-    Aimv2VisionConfig,
     Aimv2VisionModel,
     CLIPConfig,
     CLIPModel,
-    CLIPVisionConfig,
     CLIPVisionModel,
-    DeiTConfig,
     DeiTModel,
-    Dinov2Config,
     Dinov2Model,
-    Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
-    DINOv3ViTConfig,
     DINOv3ViTModel,
-    DPTConfig,
     DPTForSemanticSegmentation,
-    SiglipVisionConfig,
     SiglipVisionModel,
-    ViTConfig,
     ViTModel,
 )
 
@@ -29,56 +20,36 @@ from avq_diffusers.config import AVQConfig
 
 COARSE = AVQConfig.parse("M4P2C2", query_tile=16)
 ANY_SIZE = {"interpolate_pos_encoding": True}  # which DINO does without
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 64,
-    "patch_size": 8,
-}
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = LAYERS | {"image_size": 64, "patch_size": 8}
 WIDE = {**SIZES, "intermediate_size": 32}
-DPT = {
+DINOV2 = SIZES | {"mlp_ratio": 1}
+REGISTERS = {"num_register_tokens": 4}
+DPT = WIDE | {
     "num_hidden_layers": 4,
     "backbone_out_indices": [0, 1, 2, 3],
     "neck_hidden_sizes": [8] * 4,
     "fusion_hidden_size": 8,
     "num_labels": 5,
 }
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "vocab_size": 99,
-}
-
-
-def sized(model, config, sizes):
-    """How to make a model, perhaps of other sizes."""
-    return lambda **others: model(config(**sizes | others))
-
-
-# By family: how to make one, and how many tokens come before the grid.
-REGISTERS = {"mlp_ratio": 1, "num_register_tokens": 4}
+# By family: the class, its sizes, and how many tokens come before the grid.
 FAMILIES = {
-    "vit": (sized(ViTModel, ViTConfig, WIDE), 1),
-    "deit": (sized(DeiTModel, DeiTConfig, WIDE), 2),
-    "dinov2": (sized(Dinov2Model, Dinov2Config, SIZES | {"mlp_ratio": 1}), 1),
-    "dinov2 with registers": (
-        sized(Dinov2WithRegistersModel, Dinov2WithRegistersConfig, SIZES | REGISTERS),
-        5,
-    ),
-    "dinov3": (sized(DINOv3ViTModel, DINOv3ViTConfig, WIDE | {"num_register_tokens": 4}), 5),
-    "dpt": (sized(DPTForSemanticSegmentation, DPTConfig, WIDE | DPT), 1),
-    "clip": (sized(CLIPVisionModel, CLIPVisionConfig, WIDE), 1),
-    "aimv2": (sized(Aimv2VisionModel, Aimv2VisionConfig, WIDE | {"is_native": True}), 0),
-    "siglip": (sized(SiglipVisionModel, SiglipVisionConfig, WIDE), 0),
+    "vit": (ViTModel, WIDE, 1),
+    "deit": (DeiTModel, WIDE, 2),
+    "dinov2": (Dinov2Model, DINOV2, 1),
+    "dinov2 with registers": (Dinov2WithRegistersModel, DINOV2 | REGISTERS, 5),
+    "dinov3": (DINOv3ViTModel, WIDE | REGISTERS, 5),
+    "dpt": (DPTForSemanticSegmentation, DPT, 1),
+    "clip": (CLIPVisionModel, WIDE, 1),
+    "aimv2": (Aimv2VisionModel, WIDE | {"is_native": True}, 0),
+    "siglip": (SiglipVisionModel, WIDE, 0),
 }
 
 
 def tiny_vision(family: str = "vit", **sizes: int) -> nn.Module:
-    """A model of a family."""
-    return choosing(lambda: FAMILIES[family][0](**sizes))
+    """A model of a family, perhaps of other sizes."""
+    make, usual, _ = FAMILIES[family]
+    return choosing(lambda: make(make.config_class(**usual | sizes)))
 
 
 def choosing(make) -> nn.Module:
@@ -93,7 +64,8 @@ def choosing(make) -> nn.Module:
 
 
 def tiny_clip() -> CLIPModel:
-    return choosing(lambda: CLIPModel(CLIPConfig(text_config=TEXT, vision_config=WIDE)))
+    text = LAYERS | {"intermediate_size": 32, "vocab_size": 99}
+    return choosing(lambda: CLIPModel(CLIPConfig(text_config=text, vision_config=WIDE)))
 
 
 def images(height: int = 64, width: int = 64) -> Tensor:

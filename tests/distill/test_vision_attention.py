@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_vision import FAMILIES, WIDE, tiny_vision
+from tiny_vision import WIDE, tiny_vision
 from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTConfig, ViTModel
 
 from avq_diffusers import AVQConfig, select_layers
@@ -34,8 +34,7 @@ def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
     """Catches keys of CLS or registers, of another image or layer, and what an observation
     leaves."""
     torch.manual_seed(0)
-    make, _ = FAMILIES[family]
-    model = make().train()
+    model = tiny_vision(family).train()
     layers, images = select_layers(model), torch.randn(2, 3, 64, 64)
     configs = [layer.attn.config for layer in layers]
     first, second = keys_of_images(model, images)

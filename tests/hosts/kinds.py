@@ -16,9 +16,15 @@ import tiny_vision
 import torch
 from checks import contents
 from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
-from hosts import zoo
-from tiny import three_level_unet, tiny_unet, traced_unet, two_level_unet
-from tiny_transformers import NUM_TEXT, position_ids
+from tiny import (
+    active,
+    three_level_unet,
+    tiny_unet,
+    traced_unet,
+    two_level_sdxl_unet,
+    two_level_unet,
+)
+from tiny_transformers import FRAMES, NUM_TEXT, ROWS, padding, position_ids
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
@@ -36,8 +42,7 @@ class Kind:
         inputs: the arguments of a call of the model on a grid.
         part: of a pipeline that holds it; None for a vision model.
         output: the tensor of what it returns.
-        beside: how many tokens come before those of the grid and after, where each layer has the
-            same; None where they have not.
+        has_others: whether there are tokens beside those of the grid.
         frames: of a video.
         sizes: of grids, as many tokens in another order where the kind can.
         mask: the argument of a layer that masks some of so many tokens; None if it takes none.
@@ -45,7 +50,6 @@ class Kind:
         padding: arguments that hide tokens of the text.
         counts_others: whether a call tells how many tokens there are beside those of the grid.
         timestep: arguments of a call at a training timestep; None if sizes cannot follow it.
-        takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
         exports: whether `torch.export` takes it with AVQ.
         small: of fewer layers, for compilers and exporters; None where `make` is small.
@@ -57,7 +61,7 @@ class Kind:
     inputs: Callable[..., dict[str, Any]]
     part: str | None
     output: Callable[[Any], Tensor] = lambda output: output[0]
-    beside: tuple[int, int] | None = (0, 0)
+    has_others: bool = False
     frames: int = 1
     sizes: tuple[Size, Size] = ((8, 12), (12, 8))
     mask: Callable[[int], dict[str, Tensor]] | None = None
@@ -65,7 +69,6 @@ class Kind:
     padding: Mapping[str, Tensor] = field(default_factory=dict)
     counts_others: bool = True
     timestep: Callable[[float], dict[str, Tensor]] | None = None
-    takes_codebooks: bool = False
     pickles: bool = True
     exports: bool = True
     small: Callable[[], nn.Module] | None = None
@@ -74,13 +77,13 @@ class Kind:
     @property
     def has_text(self) -> bool:
         """Whether a text, and no part of an image, is beside the grid."""
-        is_beside = self.part == "transformer" and self.beside != (0, 0)
+        is_beside = self.part == "transformer" and self.has_others
         return is_beside and self.name != "MiniMaxH3"  # it has keyframes there
 
     @property
     def image(self) -> str:
         """The argument of a transformer that holds the image."""
-        return "x" if self.name == "Z-Image" else "hidden_states"
+        return "x" if self.name == "ZImage" else "hidden_states"
 
     def call(self, model: nn.Module, size: Size | None = None, **overrides) -> Tensor:
         """The output for fixed inputs."""
@@ -137,25 +140,7 @@ def added_mask(num_tokens: int) -> dict[str, Tensor]:
     return {"attention_mask": -1e4 * is_masked.float().expand(2, 1, -1)}
 
 
-def hidden_text(*lengths: int) -> Tensor:
-    """Which tokens of the texts of a batch are no padding."""
-    return torch.arange(NUM_TEXT) < torch.tensor(lengths)[:, None]
-
-
-# UNets: two levels with self-attention. SDXL has none at level 0, blocks of two layers.
-SDXL = {
-    "block_out_channels": (16, 32),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2),
-    "attention_head_dim": (2, 4),
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 80,
-}
-
-
+# UNets: two levels.
 ADDED = {
     "block_out_channels": (32, 64),
     "down_block_types": ("SimpleCrossAttnDownBlock2D", "ResnetDownsampleBlock2D"),
@@ -166,11 +151,7 @@ ADDED = {
 
 
 def controlnet() -> ControlNetModel:
-    net = ControlNetModel.from_unet(three_level_unet(), conditioning_channels=3).eval()
-    for name, parameter in net.named_parameters():  # zero, so that training starts gently
-        if name.startswith("controlnet_") and name.endswith("weight"):
-            nn.init.normal_(parameter, std=0.1)
-    return net
+    return active(ControlNetModel.from_unet(three_level_unet(), conditioning_channels=3)).eval()
 
 
 def residuals(output: tuple[list[Tensor], Tensor]) -> Tensor:
@@ -238,9 +219,7 @@ unet_kind = partial(
     Kind,
     inputs=unet_inputs,
     part="unet",
-    mask=added_mask,
     timestep=timestep,
-    takes_codebooks=True,
 )
 
 
@@ -320,55 +299,104 @@ def coordinates() -> dict[str, Any]:
     return {**sizes, "video_coords": torch.arange(1728.0).view(2, 3, 288)}
 
 
-transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer", timestep=timestep)
-dispatch_kind = partial(transformer_kind, mask=bool_mask, pickles=False)
-# The grid is in the values of tensors.
-flux_kind = partial(dispatch_kind, exports=False, timestep=fraction)
-
-
 CROSS_ATTENTION = (  # to the text
-    *("LTX2Video", "WanVACE", "ChronoEdit", "SkyReelsV2", "AnyFlow", "Cosmos", "Allegro", "PixArt"),
-    *("Latte", "HunyuanDiT", "LuminaNextDiT", "Kandinsky5", "Kandinsky6"),
+    *("Wan", "LTXVideo", "LTX2Video", "WanVACE", "ChronoEdit", "SkyReelsV2", "AnyFlow", "Cosmos"),
+    *("Allegro", "PixArt", "Latte", "HunyuanDiT", "LuminaNextDiT", "Kandinsky5", "Kandinsky6"),
 )
-DO_NOT_COUNT = ("Lumina2", "HiDreamImage", "Mochi", "Ideogram4", "MiniMaxH3", "Helios")
-PADDING = {
-    "Chroma": {"attention_mask": zoo.padding(after=96)},
-    "PRX": {"attention_mask": zoo.padding()},
-    "ErnieImage": {"text_lens": torch.tensor([NUM_TEXT, 8])},
-    **{
-        name: {"encoder_attention_mask": zoo.padding()}
-        for name in ("Krea2", "MotifVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanImage")
+HIDDEN_TEXT = {"padding": {"encoder_attention_mask": padding()}}
+NOT_COUNTED = {"counts_others": False}
+FRACTION, REMAINDER = {"timestep": fraction}, {"timestep": remainder}
+# The grid is in the values of tensors.
+FLUX = FRACTION | {"exports": False}
+# What is particular to a class; the timestep is what pipelines pass, where it is not the training
+# timestep, and None where sizes cannot follow it.
+FACTS: dict[str, dict[str, Any]] = {
+    "Flux": {
+        **FLUX,
+        "pickles": False,
+        "mask": bool_mask,
+        "references": flux_references(3),
+        "small": partial(tiny_transformers.flux_transformer, num_single_layers=0),
+        "feature": "Flux",
     },
-    "Mochi": {"encoder_attention_mask": zoo.padding()[1:]},
-    "Ideogram4": {"segment_ids": zoo.padding(after=96).long()},
+    "Flux2": {**FLUX, "references": flux_references(4), "feature": "Flux2"},
+    "Flux3": {
+        **FLUX,
+        "references": {
+            "smaller": partial(flux3_reference, 24),
+            "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
+        },
+    },
+    "QwenImage": {
+        **FRACTION,
+        "padding": {
+            "encoder_hidden_states_mask": torch.arange(NUM_TEXT) < torch.tensor([[NUM_TEXT], [8]])
+        },
+        "references": {
+            "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
+            "before": partial(qwen_images, (1, 4, 6), (1, 8, 12)),
+            "of the same size": partial(qwen_images, (1, 8, 12), (1, 8, 12)),
+        },
+        "feature": "Qwen-Image",
+    },
+    "ZImage": {
+        "sizes": ((6, 10), (10, 6)),  # not multiples of 32, to which it pads
+        "output": lambda output: torch.cat([image.flatten() for image in output[0]]),
+        "timestep": lambda value: {"t": remainder(value)["timestep"]},
+        "references": {
+            "before": partial(z_images, (4, 6), (8, 12)),
+            "of another size": lambda: {"x": [torch.ones(4, 1, 16, 24), torch.ones(4, 1, 24, 16)]},
+        },
+        "feature": "Z-Image",
+    },
+    "Wan": {"feature": "Wan"},
+    "LTXVideo": {
+        "mask": added_mask,
+        "references": {"coordinates": coordinates},
+        "feature": "LTX",
+    },
+    "Chroma": {**FRACTION, "padding": {"attention_mask": padding(after=96)}},
+    **dict.fromkeys(("LongCatImage", "OvisImage", "NucleusMoEImage", "AuraFlow"), FRACTION),
+    "PRX": {**FRACTION, "padding": {"attention_mask": padding()}},
+    "Krea2": FRACTION | HIDDEN_TEXT,
+    **dict.fromkeys(("MotifVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanImage"), HIDDEN_TEXT),
+    "ErnieImage": {"padding": {"text_lens": torch.tensor([NUM_TEXT, 8])}},
+    "LuminaNextDiT": REMAINDER,
+    "Lumina2": REMAINDER | NOT_COUNTED,
+    "HiDreamImage": {
+        **NOT_COUNTED,
+        "timestep": lambda value: {"timesteps": timestep(value)["timestep"]},
+    },
+    "GlmImage": {"timestep": lambda value: timestep(value - 1)},
+    "Cosmos": {"timestep": None},
+    "Mochi": {
+        **NOT_COUNTED,
+        "timestep": None,
+        "padding": {"encoder_attention_mask": padding()[1:]},
+    },
+    "Ideogram4": {
+        **REMAINDER,
+        **NOT_COUNTED,
+        "padding": {"segment_ids": padding(after=96).long()},
+        "output": lambda output: output[0][:, NUM_TEXT:],
+    },
+    "MiniMaxH3": NOT_COUNTED | {"timestep": None},
+    "Helios": NOT_COUNTED,
 }
 
-
-# What their pipelines pass, where it is not the training timestep.
-TIMESTEPS = {
-    **dict.fromkeys(("Chroma", "LongCatImage", "OvisImage", "NucleusMoEImage"), fraction),
-    **dict.fromkeys(("PRX", "AuraFlow", "Krea2", "QwenImage21"), fraction),
-    **dict.fromkeys(("LuminaNextDiT", "Lumina2", "Ideogram4"), remainder),
-    "HiDreamImage": lambda value: {"timesteps": timestep(value)["timestep"]},
-    "GlmImage": lambda value: timestep(value - 1),
-    **dict.fromkeys(("Cosmos", "Mochi", "MiniMaxH3")),
-}
+transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer", timestep=timestep)
 
 
-def zoo_kind(cls: str) -> Kind:
+def kind_of(cls: str) -> Kind:
+    """Of a class on diffusers' attention dispatch."""
     name = re.sub("(Transformer)?[23]D.*Model", "", cls)
-    return dispatch_kind(
-        name,
-        partial(zoo.zoo_transformer, cls),
-        inputs=partial(zoo.zoo_inputs, cls),
-        beside=(0, 0) if name in CROSS_ATTENTION else None,
-        frames=zoo.FRAMES if "3D" in cls and name != "Latte" else 1,
-        mask=None,
-        padding=PADDING.get(name, {}),
-        counts_others=name not in DO_NOT_COUNT,
-        timestep=TIMESTEPS.get(name, timestep),
-        output=lambda output: output[0][:, NUM_TEXT:] if name == "Ideogram4" else output[0],
-    )
+    is_video = ROWS[cls].shape not in (tiny_transformers.tokens, tiny_transformers.latents)
+    known = {
+        "has_others": name not in CROSS_ATTENTION,
+        "frames": FRAMES if is_video and name != "Latte" else 1,
+    }
+    make = partial(tiny_transformers.tiny_transformer, cls)
+    return transformer_kind(name, make, **known | FACTS.get(name, {}))
 
 
 # Vision models of transformers
@@ -384,115 +412,41 @@ clip_inputs = partial(sized_inputs, input_ids=torch.tensor([[3, 5, 7, 98]] * 2))
 
 def vision_kind(family: str, inputs=sized_inputs, **others) -> Kind:
     make = partial(tiny_vision.tiny_vision, family)
-    beside = (tiny_vision.FAMILIES[family][1], 0)
-    known = {"make": make, "beside": beside, "mask": bool_mask, "takes_codebooks": True}
+    has_others = tiny_vision.FAMILIES[family][-1] > 0
+    known = {"make": make, "has_others": has_others}
     return Kind(family, inputs=inputs, part=None, **known | others)
 
 
 KINDS = (
-    unet_kind("SD1.5", two_level_unet, small=traced_unet),
-    unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
+    unet_kind("SD1.5", two_level_unet, mask=added_mask, small=traced_unet),
+    unet_kind("SDXL", two_level_sdxl_unet, inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
-    unet_kind("UNet3D", unet3d, inputs=video_inputs, mask=None),
-    unet_kind("Stable Video Diffusion", svd, inputs=svd_inputs, mask=None),
-    dispatch_kind(
+    unet_kind("UNet3D", unet3d, inputs=video_inputs),
+    unet_kind("Stable Video Diffusion", svd, inputs=svd_inputs),
+    unet_kind(
         "Kandinsky 2",
         partial(tiny_unet, **ADDED),
-        inputs=unet_inputs,
-        part="unet",
-        beside=None,
+        has_others=True,
         counts_others=False,
-        mask=None,
     ),
     transformer_kind(
         "SD3",
         sd3_transformer,
-        beside=(0, NUM_TEXT),
+        has_others=True,
         small=partial(sd3_transformer, num_layers=2),
         feature="SD3",
     ),
-    transformer_kind(
-        "SD3.5",
-        tiny_transformers.sd3_transformer,
-        beside=None,
-        feature="SD3",
-    ),
-    flux_kind(
-        "Flux",
-        tiny_transformers.flux_transformer,
-        beside=(NUM_TEXT, 0),
-        references=flux_references(3),
-        small=partial(tiny_transformers.flux_transformer, num_single_layers=0),
-        feature="Flux",
-    ),
-    flux_kind(
-        "Flux2",
-        tiny_transformers.flux2_transformer,
-        beside=(NUM_TEXT, 0),
-        references=flux_references(4),
-        feature="Flux2",
-    ),
-    *(
-        [
-            flux_kind(
-                "Flux3",
-                tiny_transformers.flux3_transformer,
-                beside=None,
-                references={
-                    "smaller": partial(flux3_reference, 24),
-                    "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
-                },
-            )
-        ]
-        if tiny_transformers.FLUX3
-        else ()
-    ),
-    dispatch_kind(
-        "Qwen-Image",
-        tiny_transformers.qwen_transformer,
-        mask=None,  # its layers take one of the text only
-        padding={"encoder_hidden_states_mask": hidden_text(NUM_TEXT, 8)},
-        timestep=fraction,
-        beside=(NUM_TEXT, 0),
-        references={
-            "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
-            "before": partial(qwen_images, (1, 4, 6), (1, 8, 12)),
-            "of the same size": partial(qwen_images, (1, 8, 12), (1, 8, 12)),
-        },
-        feature="Qwen-Image",
-    ),
-    dispatch_kind(
-        "Z-Image",
-        tiny_transformers.z_transformer,
-        output=lambda output: torch.cat([image.flatten() for image in output[0]]),
-        timestep=lambda value: {"t": remainder(value)["timestep"]},
-        beside=None,
-        references={
-            "before": partial(z_images, (4, 6), (8, 12)),
-            "of another size": lambda: {"x": [torch.ones(4, 1, 16, 24), torch.ones(4, 1, 24, 16)]},
-        },
-        feature="Z-Image",
-    ),
-    dispatch_kind("Wan", tiny_transformers.wan_transformer, frames=3, feature="Wan"),
-    dispatch_kind(
-        "LTX",
-        tiny_transformers.ltx_transformer,
-        frames=3,
-        mask=added_mask,
-        references={"coordinates": coordinates},
-        feature="LTX",
-    ),
-    *(zoo_kind(name) for name in zoo.ZOO if hasattr(diffusers, name)),
-    vision_kind("vit"),
+    transformer_kind("SD3.5", tiny_transformers.sd3_transformer, has_others=True, feature="SD3"),
+    *(kind_of(cls) for cls in ROWS if hasattr(diffusers, cls) and not cls.startswith("SD3")),
+    vision_kind("vit", mask=bool_mask),
     vision_kind("deit"),
     vision_kind(
         "dinov2 with registers",
         inputs=vision_inputs,
-        mask=None,  # its layers take none
         small=partial(tiny_vision.tiny_vision, "dinov2 with registers", num_hidden_layers=1),
     ),
     vision_kind("dinov3", inputs=vision_inputs),
-    vision_kind("dpt", inputs=vision_inputs, mask=None, sizes=((8, 8), (4, 4))),
+    vision_kind("dpt", inputs=vision_inputs, sizes=((8, 8), (4, 4))),
     vision_kind(
         "clip",
         inputs=clip_inputs,
@@ -500,5 +454,5 @@ KINDS = (
         output=lambda output: output.image_embeds,
     ),
     vision_kind("siglip"),
-    vision_kind("aimv2", inputs=vision_inputs, mask=None),
+    vision_kind("aimv2", inputs=vision_inputs),
 )

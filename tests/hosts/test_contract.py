@@ -183,7 +183,7 @@ def test_every_class(kind, model, attended):
         assert differ(kind.predict(model, **{kind.image: other}), output)
         assert torch.equal(first_sinks(found), *sinks)
     # Negative controls: fewer columns, and no tokens beside the grid.
-    if kind.beside == (0, 0):
+    if not kind.has_others:
         assert differ(kind.predict(apply_avq(model, kind.config(**COARSE))), kind.exact)
     else:
         changes |= {"sink_key": None, "sink_value": None}
@@ -259,7 +259,7 @@ def test_dropped_tokens(kind, model):
 
     with hooked(model, before, after):
         apply_avq(model, config)
-        for count in (1, 24, 32) if kind in (*ADAPTERS, *named("Z-Image")) else (1,):
+        for count in (1, 24, 32) if kind in (*ADAPTERS, *named("ZImage")) else (1,):
             found = kind.predict(model)
             assert kinds(model) == {"tokens are not the grid"}, count
         expected = kind.predict(remove_avq(model))
@@ -349,7 +349,7 @@ def test_meta_device(kind):
 def test_stored_codewords(kind, model):
     """Catches own codewords in place of stored ones, and codebooks that are dropped in silence."""
     stored = random_codebooks(model, kind.config(**COARSE))
-    if not kind.takes_codebooks:
+    if kind.part == "transformer":
         with pytest.raises(TypeError, match="codewords from the keys of each call: expected"):
             apply_avq(model, stored)
         return
@@ -406,7 +406,7 @@ def tensors(output) -> list[torch.Tensor]:
     return [x for x in (output.values() if isinstance(output, dict) else output) if x is not None]
 
 
-@for_kinds([*ADAPTERS, *named("ControlNet", "Kandinsky 2", "Wan", "Z-Image", "clip", "dpt")])
+@for_kinds([*ADAPTERS, *named("ControlNet", "Kandinsky 2", "Wan", "ZImage", "clip", "dpt")])
 def test_by_hand(kind, model):
     """Catches AVQ, on an earlier call's grid or another thread's, in a layer, block or encoder that
     is called by hand."""
@@ -487,7 +487,7 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
     assert torch.equal(kind.predict(model), avq)
 
 
-@for_kinds(named("SD3", "Flux", "Qwen-Image", "Wan", "LTX"))
+@for_kinds(named("SD3", "Flux", "QwenImage", "Wan", "LTXVideo"))
 def test_the_processor_of_unets_is_refused(kind):
     """Catches an error far from its cause, in the call and in the verbs."""
     model, message = kind.make(), "AVQProcessor only serves UNets.*call apply_avq"
@@ -500,7 +500,7 @@ def test_the_processor_of_unets_is_refused(kind):
 # Handed over
 
 
-@for_kinds(named("SD1.5", "Flux", "LTX", "vit"))
+@for_kinds(named("SD1.5", "Flux", "LTXVideo", "vit"))
 def test_masks(kind, model):
     def mask(attn, args, kwargs):
         named, num_image, num_text = tokens_of(attn, args, kwargs)

@@ -12,7 +12,6 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from hosts.kinds import KINDS
-from hosts.zoo import zoo_transformer
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -21,7 +20,6 @@ from tiny_transformers import (
     position_ids,
     predict,
     wan_transformer,
-    z_transformer,
 )
 
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, select_layers, summary
@@ -37,22 +35,6 @@ def backends(model) -> set[AttentionBackendName]:
 def set_backend(model, backend: AttentionBackendName) -> None:
     for processor in model.attn_processors.values():
         processor._attention_backend = backend
-
-
-def test_padded_image_tokens_are_sinks():
-    """Z-Image pads the image to multiples of 32."""
-    model = z_transformer()
-    exact = predict(model, 6, 10)
-    apply_avq(model, EXACT)
-    assert (predict(model, 6, 10) - exact).norm() < 1e-5 * exact.norm()
-    assert {row.num_tokens for row in summary(model).rows} == {60}
-
-
-def test_layers_that_refine_a_text():
-    """Catches AVQ in them, on the grid of an image of as many tokens."""
-    model = zoo_transformer("HunyuanImageTransformer2DModel")
-    names = {layer.name for layer in select_layers(model)}
-    assert names == {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"}
 
 
 def test_steps_with_kept_keys_of_the_text():

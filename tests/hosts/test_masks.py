@@ -3,8 +3,15 @@
 import pytest
 import torch
 from checks import differ, kinds
-from hosts.zoo import padding, zoo_inputs, zoo_transformer
-from tiny_transformers import CONFIG, NUM_TEXT, inputs, predict, qwen_transformer
+from tiny_transformers import (
+    CONFIG,
+    NUM_TEXT,
+    inputs,
+    padding,
+    predict,
+    qwen_transformer,
+    tiny_transformer,
+)
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
@@ -72,9 +79,8 @@ def test_layers_read_a_mask_once(monkeypatch):
     monkeypatch.setattr(
         masks, "seen_tokens", lambda *call: readings.append(call) or seen_tokens(*call)
     )
-    model = apply_avq(zoo_transformer(name), CONFIG)
-    with torch.no_grad():
-        model(**zoo_inputs(name, model, 8, 12) | {"encoder_attention_mask": padding()})
+    model = apply_avq(tiny_transformer(name), CONFIG)
+    predict(model, encoder_attention_mask=padding())
     assert [row.calls for row in summary(model).rows] == [{"AVQ": 1}] * 2
     assert len(readings) == 1
 

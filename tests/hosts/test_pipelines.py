@@ -14,6 +14,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from tiny import (
     CONFIG,
     LAYER,
+    active,
     adapter_pipe,
     draw,
     motion_adapter,
@@ -184,9 +185,7 @@ def controlnets(unet, number):
     found = []
     for seed in range(number):
         torch.manual_seed(seed)
-        found.append(diffusers.ControlNetModel.from_unet(unet))
-        for block in (*found[-1].controlnet_down_blocks, found[-1].controlnet_mid_block):
-            torch.nn.init.normal_(block.weight, std=0.1)
+        found.append(active(diffusers.ControlNetModel.from_unet(unet)))
     return found
 
 
