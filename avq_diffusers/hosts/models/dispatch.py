@@ -86,7 +86,7 @@ class _AttentionCall(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
-    @property
+    # No property: PyTorch 2.10 cannot compile properties of a NamedTuple.
     def is_plain(self) -> bool:
         """Whether all queries see all keys that no mask hides."""
         return not (self.dropout_p or self.is_causal or self.enable_gqa)
@@ -162,7 +162,7 @@ def _avq_attention(
     """What the dispatch calls, with tensors (B, N, H, D)."""
     call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     state = _present.get()
-    if state is not None and call.is_plain and is_ulysses(_parallel_config):
+    if state is not None and call.is_plain() and is_ulysses(_parallel_config):
         # Exact attention, too: the ranks exchange tokens alike, whatever each of them runs.
         return _templated_context_parallel_attention(
             query,
@@ -240,7 +240,7 @@ def _attend(attention: _AttentionCall) -> Tensor | None:
     grid, call = _grid(state, key), state.call.get()
     joined = None if call is None else call.joined
     num_tokens, num_queries, num_keys = grid.stop - grid.start, query.shape[1], key.shape[1]
-    is_plain = attention.is_plain and query.shape[2] == key.shape[2]
+    is_plain = attention.is_plain() and query.shape[2] == key.shape[2]
     own = (
         (num_queries not in (num_keys, num_tokens), OTHER_KEYS),
         (num_tokens > num_keys, "tokens are not the grid"),
