@@ -235,7 +235,7 @@ ROWS = {
     # SD3.5-medium has norms of queries and keys, and a second attention in its first blocks.
     "SD3Transformer2DModel": row(
         latents,
-        **{"sample_size": 32, "num_layers": 3},
+        **{"sample_size": 32, "pos_embed_max_size": 96, "num_layers": 3},
         **{"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"},
     ),
     "FluxTransformer2DModel": row(tokens, num_single_layers=2, out_channels=None),
