@@ -46,8 +46,8 @@ What Triton compiles each kernel to, for GPUs that were not at hand. A kernel sh
 {MOST_SPILLED:.0%} of its instructions and fit the GPU's shared memory; one that does not is slower
 there, or does not start.
 
-- *Call* is the configuration; in older results, `/own1` updated its codewords once. *Sinks* are
-  keys that every query attends to exactly. *sm_86* is compute capability 8.6, and so on.
+- *Call* is the configuration. *Sinks* are keys that every query attends to exactly. *sm_86* is
+  compute capability 8.6, and so on.
 - *Registers* are per thread, at most 255. *Spilled* is the share of instructions that move
   registers to memory and back.
 - *Stack* is in bytes per thread; *shared KiB* and *tensor memory* (in columns, at most 512) are per

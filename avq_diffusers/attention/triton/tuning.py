@@ -50,7 +50,8 @@ def _attention_tiling(problem: Problem) -> AttentionTiling:
         return tiling
     # Measured on an H200, so that two programs share a multiprocessor.
     if head_dim <= 64:
-        return replace(tiling, num_stages=2, codewords=64, keys=64, max_registers=128)
+        most = 128 if problem.instructions == "wgmma" else None
+        return replace(tiling, num_stages=2, codewords=64, keys=64, max_registers=most)
     if head_dim < 96:
         num_warps = -(-tile_rows // 32)
         return replace(tiling, num_warps=num_warps, num_stages=2, rest_dims=32)
@@ -75,7 +76,8 @@ def select_tiling(problem: Problem) -> SelectTiling:
         # Four warps keep logits in tensor memory, where Triton 3.7 cannot add them up both ways.
         num_warps, most = 2, 32
     tiling = SelectTiling(num_warps, min(BLOCK_SIZES[problem.reduction], most))
-    if num_warps == 1 and problem.query.shape[3] <= 64 and problem.dtype != torch.float32:
+    is_narrow = problem.query.shape[3] <= 64 and problem.dtype != torch.float32
+    if num_warps == 1 and is_narrow and problem.instructions == "wgmma":
         return replace(tiling, max_registers=128)
     return tiling
 
