@@ -15,6 +15,7 @@ import fast_interpreter
 import pytest
 from tiny import random_codebooks, tiny_pipe, tiny_unet, two_level_pipe
 
+from avq_diffusers.attention.limits import faults
 from avq_diffusers.hosts.core import routing
 from avq_diffusers.hosts.measuring import kept_profiles
 
@@ -68,6 +69,13 @@ def profiles_of_tests(tmp_path_factory):
         for module in (kept_profiles, routing):
             patch.setattr(module, "user_cache_path", lambda name: folder / name)
         yield
+
+
+@pytest.fixture(autouse=True)
+def kernels_without_faults():
+    """With a kernel that does not compile, calls run PyTorch and tests of kernels would pass."""
+    yield
+    assert not faults
 
 
 @pytest.fixture(scope="session", autouse=True)
