@@ -475,8 +475,9 @@ def test_kept_keys_are_bounded():
 
 
 def test_gradients_are_those_of_the_definition():
-    """Catches gradients that stop, and keys, levels of a threshold or an order that the backward
-    pass does not share. Stored codewords: `test_vision_attention.py`."""
+    """Catches keys, levels of a threshold or an order that the backward pass does not share, and
+    gradients that stop, also in the layers around attention: along the gradient, the loss rises by
+    its squared norm. Stored codewords: `test_vision_attention.py`."""
     trained, defined = (perturb(make_objective(OWN.changed(threshold=0.3))) for _ in range(2))
     for layer in select_layers(defined.student, (0, 1)):
         layer.avq_state.backend = "reference"  # which autograd differentiates
@@ -487,6 +488,15 @@ def test_gradients_are_those_of_the_definition():
     expected = gradients(defined)
     assert_close(gradients(trained), expected, tolerance=1e-3)
     assert all(gradient.any() for gradient in expected.values())
+    changed = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for name, parameter in defined.named_parameters():
+                parameter.add_(expected[name], alpha=sign * 1e-2)
+            changed.append(defined(**make_batch())["loss"].item())
+    squared_norm = sum(gradient.square().sum().item() for gradient in expected.values())
+    slope = (changed[0] - changed[1]) / 2e-2
+    assert slope == pytest.approx(squared_norm, rel=2e-3)
 
 
 # DiVeQ
