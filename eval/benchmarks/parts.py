@@ -26,16 +26,15 @@ class Part:
     """How a part runs its methods.
 
     Attributes:
-        num_exact: how many kinds of exact attention run for comparison.
         texts: numbers of text tokens, which are sinks; methods run with each, exact attention with
             the last.
         in_order: whether queries are in Gilbert order.
         cuda_dtype: dtype on CUDA, in place of the bench's.
         has_gradients: whether gradients of query, key and value are timed, on one set of inputs.
-        is_checked: whether outputs are checked; if not, one set of inputs is timed.
+        is_checked: whether outputs are checked; if not, one set of inputs is timed, and of exact
+            attention only PyTorch's default.
     """
 
-    num_exact: int = 3
     texts: Sequence[int] = (0,)
     in_order: bool = False
     cuda_dtype: torch.dtype | None = None
@@ -43,8 +42,9 @@ class Part:
     is_checked: bool = True
 
     def contenders(self, bench: Bench, methods: Sequence[str], inputs: Inputs) -> list[Contender]:
-        has_exact = self.is_checked or inputs.shape.num_tokens <= MOST_EXACT_TOKENS
-        found = bench.exact(inputs, self.texts[-1])[: self.num_exact if has_exact else 0]
+        found = bench.exact(inputs, self.texts[-1])
+        if not self.is_checked:
+            found = found[: inputs.shape.num_tokens <= MOST_EXACT_TOKENS]
         for method in methods:
             for num_sinks in self.texts:
                 way = {"num_sinks": num_sinks, "in_order": self.in_order}
@@ -58,29 +58,16 @@ PARTS = {
     "table": Part(),  # the paper's Tab. speed_scaling
     "sd15": Part(in_order=True),
     "joint": Part(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
-    "codewords": Part(num_exact=0),
-    "tokens": Part(num_exact=0),
     "gradients": Part(in_order=True, has_gradients=True),
     # The definition would take longer than everything timed.
-    "attention": Part(num_exact=1, in_order=True, is_checked=False),
+    "attention": Part(in_order=True, is_checked=False),
 }
-KERNEL_PARTS = {
-    "table": ("table",),
-    "sd15": ("sd15",),
-    "joint": ("joint",),
-    "scaling": ("codewords", "tokens"),
-}
+KERNEL_PARTS = "table", "sd15", "joint"
 
 
-def _paper_shapes(*tokens: int) -> list[Shape]:
-    return [Shape(4, 12, num_tokens, 64) for num_tokens in tokens]
-
-
-FLAT_SIZES = ("M64", "M128", "M160", "M256", "M512")
-ADAPTIVE_SIZES = ("M32P8C8", "M64P8C8", "M64P16C8", "M128P16C8", "M128P32C8")
 FULL = {
     "table": Sizes(
-        _paper_shapes(1024, 4096, 16384, 65536),
+        [Shape(4, 12, num_tokens, 64) for num_tokens in (1024, 4096, 16384, 65536)],
         ("M256", "M512", "M64P8C8", "M64P16C8", "M64P16C8/own", "M128P8C8", "M128P16C8"),
     ),
     "sd15": Sizes(
@@ -89,8 +76,6 @@ FULL = {
         ("M64P16C8", "M64P16C8/own"),
     ),
     "joint": Sizes([Shape(1, 24, n, 128) for n in (4096, 16384)], ("M64P16C8/own", "M64C8T1e-4")),
-    "codewords": Sizes(_paper_shapes(4096, 16384, 65536), FLAT_SIZES + ADAPTIVE_SIZES),
-    "tokens": Sizes(_paper_shapes(*(2**power for power in range(12, 19))), ("M64P16C8", "M256")),
     # SD1.5 at 512 px: level 0 with 4 and 12 images, level 1 with 12. Then level 0 at 1024 px, level
     # 1 of SDXL, and a DiT.
     "gradients": Sizes(

@@ -55,14 +55,13 @@ def bench_attention_command(
 def bench_kernels_command(
     device: Device = None,
     parts: Annotated[
-        str, typer.Option(help="Comma-separated: table, sd15, joint, scaling.")
-    ] = "table,sd15,joint,scaling",
+        str, typer.Option(help="Comma-separated: table, sd15, joint.")
+    ] = "table,sd15,joint",
     output: Output = RESULTS,
 ) -> None:
-    """Time the kernels: the paper's speed table, SD1.5's shapes, Flux's, and how time scales.
+    """Time the kernels: the paper's speed table, SD1.5's shapes and Flux's.
 
-    All but the last also have rows with codewords from the call's own keys. Without CUDA, sizes are
-    tiny.
+    With stored codewords and with codewords from the call's own keys. Without CUDA, sizes are tiny.
 
     Example: python -m eval bench kernels --parts table,sd15
     """
