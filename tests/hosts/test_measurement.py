@@ -120,12 +120,13 @@ class TestMeasure:
         prompts = [PROMPT, "a dog"]
         profile = measure_error(pipe, prompts, CONFIG, **arguments, parts=2)
         raw = replace(profile, parts={x: Part(0.5) for x in profile.parts}, margin=1.0)
-        plan = raw.within(measurement.CHECKED)
+        limits = [measurement.CHECKED] * 2
+        plan = raw.bounded(limits)
         assert plan.error > 0
         errors = []
         for start in plan.errors:
             exact = replace(raw, parts={x: Part(0.5, 1 if x == start else 1e9) for x in raw.parts})
-            choices = exact.within(measurement.CHECKED).choices
+            choices = exact.bounded(limits).choices
             (of_part,) = output_errors(pipe, prompts, [choices], CONFIG, **arguments, parts=2)
             errors.append(max(of_part))
             assert of_part[0] != of_part[1]

@@ -22,7 +22,7 @@ from avq_diffusers.hosts.measuring.exact_runs import ExactRuns, MeasuredLayer, R
 from avq_diffusers.hosts.measuring.profile import ErrorProfile, Part
 from avq_diffusers.hosts.measuring.progress import Shown
 
-# The tolerance whose allocation is measured to correct predicted errors.
+# The error in every part whose allocation is measured to correct predicted errors.
 CHECKED = 0.01
 # Other prompts than the measured ones have up to this many times their errors.
 MARGIN = 2.25
@@ -94,7 +94,7 @@ def measure_error(
     with runs.open_progress("measuring layers", runs.num_probed, 1):
         single = _single_layers(runs)
         profile = agreed(runs.ranks, lambda: single)  # times differ between ranks
-        checked = profile.within(CHECKED)
+        checked = profile.bounded([CHECKED] * len(profile.parts))
         (errors,) = _errors_of(runs, [checked.choices])
     measured = {}
     for start, part in profile.parts.items():

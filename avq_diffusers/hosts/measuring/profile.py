@@ -46,6 +46,9 @@ from avq_diffusers.hosts.measuring.allocation import (
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
 PLOTTED_TOLERANCE = 0.02
+# An early error changes what is drawn, a late one hardly. So the first part of several keeps to this
+# share of the tolerance, and those before the last to this one.
+FIRST_SHARE, MIDDLE_SHARE = 0.1, 0.5
 # Far above any effect or time; its square is finite.
 _LARGEST = 1e100
 
@@ -157,18 +160,30 @@ class ErrorProfile:
         """The fastest thresholds with which the output error stays within a tolerance.
 
         Args:
-            tolerance: the largest relative error of the output in each part of the denoising; above
-                0 and at most 0.5.
+            tolerance: the largest relative error of the output; above 0 and at most 0.5. Of several
+                parts of the denoising, the first keeps to a tenth and those before the last to half
+                of it: errors there change the image more.
 
         Raises:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5.
         """
-        tolerance, chosen = check_tolerance(tolerance), {}
-        choices = choices_of(self.thresholds)
-        for start, part in self.parts.items():
+        tolerance = check_tolerance(tolerance)
+        number = len(self.parts)
+        shares = [FIRST_SHARE, *[MIDDLE_SHARE] * (number - 2), 1.0][-number:]
+        return self.bounded([tolerance * share for share in shares], tolerance)
+
+    def bounded(self, limits: Sequence[float], tolerance: float | None = None) -> Allocation:
+        """The fastest thresholds with which the output error of each part stays within its limit.
+
+        Args:
+            limits: of the parts, in their order.
+            tolerance: what they come from.
+        """
+        choices, chosen = choices_of(self.thresholds), {}
+        for limit, (start, part) in zip(limits, self.parts.items(), strict=True):
             effects, _, times = self._table(start, choices)
-            limit = tolerance / (self.margin * part.correction)
+            limit /= self.margin * part.correction
             chosen[start] = allocate(times, effects**2, limit**2)
         return self._allocation(choices, chosen, tolerance)
 
