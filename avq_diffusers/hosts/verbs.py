@@ -100,10 +100,12 @@ def apply_avq(
         To bound the model's error instead:
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
             exact attention's: above 0 and at most 0.5, such as 0.02 for 2 %. Layers get the fastest
-            options, or exact attention, that keep the error within it. `measure_error` first
-            measures the model, and the profile is kept in the user's cache folder; later calls with
-            the same model and measurement arguments need no prompt and no images. With fewer tokens
-            than were measured, the route `"fastest"` runs exact attention.
+            options, or exact attention, that keep the error within it; in the first third of the
+            denoising within a tenth of it, in the second within half, because early errors change
+            the image more. `measure_error` first measures the model, and the profile is kept in the
+            user's cache folder; later calls with the same model and measurement arguments need no
+            prompt and no images. With fewer tokens than were measured, the route `"fastest"` runs
+            exact attention.
         prompt: one or more prompts to measure on; needs a pipeline. With several, the tolerance
             also holds on most other prompts.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.

@@ -14,7 +14,7 @@ from eval.keys.measuring import dial_panels
 from eval.methods.folder import LINFUSION_CONFIG
 from eval.methods.registry import AVQ, EXACT, LIMIT, NO_ATTENTION, TOME, method_label
 from eval.quality.scene_rows import LESS_EXACT, row_key
-from eval.quality.tolerance import SLACK, tolerance_panels
+from eval.quality.tolerance import SLACK, last_psnr, tolerance_panels
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import LOGS, Line, Panel, bar_plot, lines, panel_plot
 from eval.store.report import complete, read_result
@@ -222,11 +222,11 @@ def tolerance(folder: Path) -> Figures:
             row | {"model": model, "error": median(row["errors"])} for row in file.rows.values()
         ]
         rows += found
-        panels += tolerance_panels(found, model)[0]
+        panels += tolerance_panels(found, model)
         plans = [row for row in found if row["plan"].startswith(("at the time", "tolerance"))]
         others = [row for row in found if row not in plans and row["scheme"] != EXACT]
         beaten = [
-            any(plan["ms"] <= row["ms"] and plan["error"] < row["error"] for plan in plans)
+            any(plan["ms"] <= row["ms"] and last_psnr(plan) > last_psnr(row) for plan in plans)
             for row in others
         ]
         held = [
@@ -237,8 +237,8 @@ def tolerance(folder: Path) -> Figures:
         ]
         sentences.append(
             f"- {model}: plans by effect beat {sum(beaten)} of {len(others)} rows of other methods "
-            f"and equal plans: no slower, and a smaller error. Prompts whose error is within "
-            f"{SLACK} times the tolerance: {', '.join(held)}."
+            f"and equal plans: no slower, and a higher PSNR with the most steps. Prompts whose "
+            f"error is within {SLACK} times the tolerance: {', '.join(held)}."
         )
     columns: dict[str, Column] = {
         "model": "model",
@@ -253,7 +253,7 @@ def tolerance(folder: Path) -> Figures:
             row["psnr"].get(steps, {}).get("psnr_median"), ".1f"
         )
     values = {"table": rows_table(columns, rows), "conclusion": "\n".join(sentences)}
-    return Figures(values, paths, "tolerance.png", partial(panel_plot, rows=[panels]))
+    return Figures(values, paths, "tolerance.png", partial(panel_plot, rows=panels))
 
 
 def keys(folder: Path) -> Figures:

@@ -13,6 +13,7 @@ ms               time of a step of the whole model for one image, on a GPU
 psnr             PSNR to exact attention's images from the same noise, by number of steps
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -193,25 +194,33 @@ def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tolerance_panels(rows: Sequence[Mapping[str, Any]], title: str) -> list[list[Panel]]:
-    """Output error against the time of a step; a dashed line marks exact attention."""
+    """Output error and PSNR against the time of a step; a dashed line marks exact attention."""
     exact = next(row.get("ms") for row in rows if row["scheme"] == EXACT)
-    shown = [row | {"error": median(row["errors"])} for row in rows if max(row["errors"])]
+    shown = [
+        row | {"error": median(row["errors"]), "decibels": last_psnr(row)}
+        for row in rows
+        if max(row["errors"])
+    ]
 
     def curve(row: Mapping[str, Any]) -> str:
         return FIXED if row["scheme"].startswith("AVQ") else row["scheme"].removesuffix(", own")
 
-    curves = lines(shown, curve, "ms", "error")
+    time = "ms of a step; dashed: exact attention"
     return [
         [
-            Panel(
-                f"error of the output, {title}",
-                "ms of a step; dashed: exact attention",
-                curves,
-                reference_x=exact,
-                yscale="log",
+            Panel(f"{name}, {title}", time, curves, yscale=scale, reference_x=exact)
+            for name, curves, scale in (
+                ("error of the output", lines(shown, curve, "ms", "error"), "log"),
+                ("PSNR, dB", lines(shown, curve, "ms", "decibels"), "linear"),
             )
         ]
     ]
+
+
+def last_psnr(row: Mapping[str, Any]) -> float:
+    """The median PSNR of the images with the most steps; infinite for exact attention's."""
+    found = [*row["psnr"].values()][-1]["psnr_median"]
+    return math.inf if found is None else found
 
 
 def _held(row: Mapping[str, Any]) -> str:

@@ -46,8 +46,8 @@ from avq_diffusers.hosts.measuring.allocation import (
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
 PLOTTED_TOLERANCE = 0.02
-# An early error changes what is drawn, a late one hardly. So the first part of several keeps to this
-# share of the tolerance, and those before the last to this one.
+# Shares of a tolerance that the first part of the denoising and those before the last keep to:
+# an early error changes what is drawn, a late one hardly.
 FIRST_SHARE, MIDDLE_SHARE = 0.1, 0.5
 # Far above any effect or time; its square is finite.
 _LARGEST = 1e100
