@@ -1,7 +1,7 @@
-"""Time the operation: `python -m eval bench kernels`, `bench attention` and `bench gradients`.
+"""Time the operation: `python -m eval bench kernels` and `bench attention`.
 
-`kernels` has three parts: the paper's table (B4 H12 D64), SD1.5's shapes and Flux's joint
-attention. A row with own codewords also has its time relative to stored
+`kernels` has four parts: the paper's table (B4 H12 D64), SD1.5's shapes, Flux's joint attention,
+and training's passes with gradients. A row with own codewords also has its time relative to stored
 codewords of the same sizes on the same keys.
 
 The rows of one size are timed in turns in one process, in CUDA graphs where possible, over enough
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row, backends
 from eval.benchmarks.parts import Sizes, part_rows
-from eval.store.markdown import figure, markdown_table, number, rows_table
+from eval.store.markdown import figure, number, rows_table
 from eval.store.report import save_json
 
 # Field -> column title and format.
@@ -46,38 +46,17 @@ def run_part(part: str, bench: Bench, sizes: Mapping[str, Sizes], path: Path) ->
             effort=asdict(bench.effort),
             rows=rows,
         )
-    print(kernels_table(part, rows), flush=True)
+    print(kernels_table(rows), flush=True)
 
 
-def kernels_table(part: str, rows: Sequence[Row]) -> str:
-    """The rows of one part as Markdown: the paper's table, or all measurements."""
-    sections = [_paper_table(rows) if part == "table" else _figures_table(rows)]
-    notes = {
-        f"- {row['method']}, N = {row['tokens']}: {row['note']}" for row in rows if "note" in row
-    }
-    return "\n\n".join(sections + (["\n".join(sorted(notes))] if notes else []))
-
-
-def _paper_table(rows: Sequence[Row]) -> str:
-    """Methods by N: ms, and how many times faster than default SDPA."""
-    found = {(row["method"], row["tokens"]): row["ms"] for row in rows}
-    methods, tokens = ([*dict.fromkeys(key[i] for key in found)] for i in range(2))
-
-    def cell(method: str, num_tokens: int) -> str:
-        ms, exact = (found.get((name, num_tokens)) for name in (method, DEFAULT_SDPA))
-        return number(ms) + (f" ({exact / ms:.3g}x)" if ms and exact else "")
-
-    return markdown_table(
-        [f"ms (x {DEFAULT_SDPA})", *(f"N = {n}" for n in tokens)],
-        ([method, *(cell(method, n) for n in tokens)] for method in methods),
-    )
-
-
-def _figures_table(rows: Sequence[Row]) -> str:
-    """All measurements, one line per row."""
+def kernels_table(rows: Sequence[Row]) -> str:
+    """All measurements of a part as Markdown, one line per row, and what went wrong."""
     shape = "B{batch} H{heads} N{tokens} D{head_dim}"
     columns = {"shape": lambda row: shape.format(**row), "method": itemgetter("method")}
     for field, (title, form) in FIGURES.items():
         if any(row.get(field) is not None for row in rows):
             columns[title] = figure(field, form)
-    return rows_table(columns, rows)
+    notes = {
+        f"- {row['method']}, N = {row['tokens']}: {row['note']}" for row in rows if "note" in row
+    }
+    return "\n\n".join([rows_table(columns, rows), *sorted(notes)])

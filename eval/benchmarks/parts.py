@@ -1,4 +1,4 @@
-"""The parts of `python -m eval bench kernels`, `bench attention` and `bench gradients`, as data."""
+"""The parts of `python -m eval bench kernels` and `bench attention`, as data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ PARTS = {
     # The definition would take longer than everything timed.
     "attention": Part(in_order=True, is_checked=False),
 }
-KERNEL_PARTS = "table", "sd15", "joint"
+KERNEL_PARTS = "table", "sd15", "joint", "gradients"
 
 
 FULL = {

@@ -1,7 +1,6 @@
 """`python -m eval bench`: speed against exact attention."""
 
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,45 +54,27 @@ def bench_attention_command(
 def bench_kernels_command(
     device: Device = None,
     parts: Annotated[
-        str, typer.Option(help="Comma-separated: table, sd15, joint.")
+        str, typer.Option(help="Comma-separated: table, sd15, joint, gradients.")
     ] = "table,sd15,joint",
     output: Output = RESULTS,
 ) -> None:
-    """Time the kernels: the paper's speed table, SD1.5's shapes and Flux's.
+    """Time the kernels: the paper's speed table, SD1.5's shapes, Flux's, and with gradients.
 
     With stored codewords and with codewords from the call's own keys. Without CUDA, sizes are tiny.
 
     Example: python -m eval bench kernels --parts table,sd15
     """
-    from eval.benchmarks.parts import KERNEL_PARTS
-
-    for part in some_of("--parts", parts, KERNEL_PARTS):
-        _run_sized(part, f"bench_kernels_{part}", device, output)
-
-
-@app.command("gradients")
-def bench_gradients_command(device: Device = None, output: Output = RESULTS) -> None:
-    """Time attention with gradients, as in training, against exact attention.
-
-    Half precision on a GPU; on a CPU one small size in float32.
-
-    Example: python -m eval bench gradients
-    """
-    _run_sized("gradients", "bench_gradients", device, output)
-
-
-def _run_sized(part: str, name: str, device: str | None, output: Path) -> None:
-    """Run a part at its own sizes."""
     from eval.benchmarks.contenders import Bench
     from eval.benchmarks.kernels import run_part
-    from eval.benchmarks.parts import FULL, TINY
+    from eval.benchmarks.parts import FULL, KERNEL_PARTS, TINY
     from eval.benchmarks.timing import Effort
 
     chosen = device_of(device)
     is_cuda = chosen.type == "cuda"
     effort = Effort() if is_cuda else Effort(rounds=2, block_ms=1.0, eager_rounds=2)
-    path = output / f"{name}_{chosen.type}.json"
-    run_part(part, Bench(chosen, effort), FULL if is_cuda else TINY, path)
+    for part in some_of("--parts", parts, KERNEL_PARTS):
+        path = output / f"bench_kernels_{part}_{chosen.type}.json"
+        run_part(part, Bench(chosen, effort), FULL if is_cuda else TINY, path)
 
 
 @app.command("variants")
