@@ -60,7 +60,7 @@ def measure_error(
             None is the default of `apply_avq`.
         num_inference_steps: denoising steps per prompt.
         parts: how many parts of the denoising, of equally many steps, get thresholds of their own
-            and keep a tolerance. None is one per two steps, at most 3. Pipelines with several
+            and a share of a tolerance. None is one per two steps, at most 3. Pipelines with several
             models, models whose calls do not tell the timestep, and samplers without training
             timesteps, such as EDM's, only have 1.
         seed: seeds the noise.
