@@ -60,7 +60,8 @@ def bench_kernels_command(
 ) -> None:
     """Time the kernels: the paper's speed table, SD1.5's shapes, Flux's, and with gradients.
 
-    With stored codewords and with codewords from the call's own keys. Without CUDA, sizes are tiny.
+    All have rows with codewords from the call's own keys, table and sd15 with stored ones, too.
+    Without CUDA, sizes are tiny.
 
     Example: python -m eval bench kernels --parts table,sd15
     """
