@@ -25,6 +25,7 @@ PAPER, FLAT = "M64P16C8/own", "M192/own"
 # What the quality page shows, in this order.
 COMPARED = [DEFAULT, PAPER, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 STEPS = "speed/bench_steps_cuda.json"
+UNSTEADY = 0.2  # range of a row's times, relative to their median, from which a footnote says so
 PARALLEL = "speed/bench_parallel_cuda_x2.json"
 OWN = ", own codewords"  # true for all rows, so labels omit it
 OWN_SCHEME = ", own"
@@ -85,15 +86,17 @@ def speed(folder: Path) -> Figures:
     for (model, size, run, method), avq in file.rows.items():
         exact, limit = (file.rows.get((model, size, run, x), {}) for x in (EXACT, LIMIT))
         if method == AVQ and avq["times_as_fast"] is not None:
+            base = avq.get("exact_ms", exact["ms"])
             rows.append(
                 avq
-                | {"exact": avq.get("exact_ms", exact["ms"]), "limit": limit.get("times_as_fast")}
+                | {"exact": base, "limit": base / limit["ms"] if limit else None}
                 | {
                     "image": f"{size}p video"
                     if avq["title"].startswith("one block")
                     else f"{size}²"
                 }
                 | {"memory": _memory(avq, exact)}
+                | {"unsteady": max(x.get("spread", 0) for x in (avq, exact)) > UNSTEADY}
             )
     rows.sort(key=itemgetter("run", "title", "size"))
     columns = {
@@ -102,7 +105,7 @@ def speed(folder: Path) -> Figures:
         "run": "run",
         "exact, ms": three_digits("exact"),
         "AVQ, ms": three_digits("ms"),
-        "times as fast": figure("times_as_fast", ".2f"),
+        "times as fast": lambda row: f"{row['times_as_fast']:.2f}{' ¹' * row['unsteady']}",
         "limit": figure("limit", ".2f"),
         "columns": figure("columns", ".0f"),
         "layers by AVQ": lambda row: " of ".join(map(str, row.get("layers", "-"))),
