@@ -128,7 +128,8 @@ def measure_vision_tolerances(
     rows = []
     for (name, plan), of_plan in zip(plans.items(), errors, strict=True):
         columns = [one.columns for layer in plan.choices.values() for one in layer.values()]
-        rows.append(plan_row(name, plan, of_plan) | {"columns": mean(columns)})
+        largest = [max(parts.values()) for parts in of_plan]
+        rows.append(plan_row(name, plan, largest) | {"columns": mean(columns)})
     return profile, rows
 
 

@@ -91,7 +91,8 @@ def noise_of(pipe, source, tolerance=None, prompt=PROMPT, **run):
 class TestMeasure:
     def test_effects_are_those_of_one_layer_alone(self, pipe):
         """By hand. Catches the attention's own error in place of the output's, parts, layers or
-        thresholds mixed up, and another seed."""
+        thresholds mixed up, and another seed. Before the last part, only the middle threshold is
+        tried, and the others follow it."""
         profile = measure(pipe, parts=3, seed=5)
         assert [*profile.parts] == [1000, 341, 6]  # calls at 667, 334 and 1
         assert {part.share for part in profile.parts.values()} == {1 / 3}
@@ -102,9 +103,13 @@ class TestMeasure:
             config = CONFIG.changed(threshold=THRESHOLDS[place], exact=others)
             exact, found = noise_of(pipe, config, **run)
             expected = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-            parts = profile.layers[layer].parts.values()
-            assert [x.effects[place] for x in parts] == pytest.approx(expected, rel=1e-2)
+            effects = np.array([x.effects for x in profile.layers[layer].parts.values()])
             assert min(expected) > 0
+            if place == 1:
+                assert effects[:, 1] == pytest.approx(expected, rel=1e-2)
+            else:
+                like_middle = expected[-1] * (effects[:, 1] / effects[-1, 1]).clip(0.1, 10)
+                assert effects[:, place] == pytest.approx(like_middle, rel=1e-2)
 
     def test_columns_and_their_cost(self, pipe):
         """Catches columns of other thresholds, and a CPU's time without what all tiles share."""
@@ -120,7 +125,7 @@ class TestMeasure:
         prompts = [PROMPT, "a dog"]
         profile = measure_error(pipe, prompts, CONFIG, **arguments, parts=2)
         raw = replace(profile, parts={x: Part(0.5) for x in profile.parts}, margin=1.0)
-        limits = [measurement.CHECKED] * 2
+        limits = dict.fromkeys(raw.parts, measurement.CHECKED)
         plan = raw.bounded(limits)
         assert plan.error > 0
         errors = []
@@ -128,12 +133,13 @@ class TestMeasure:
             exact = replace(raw, parts={x: Part(0.5, 1 if x == start else 1e9) for x in raw.parts})
             choices = exact.bounded(limits).choices
             (of_part,) = output_errors(pipe, prompts, [choices], CONFIG, **arguments, parts=2)
-            errors.append(max(of_part))
-            assert of_part[0] != of_part[1]
-            expected = max(of_part) / plan.errors[start]
+            largest = [max(parts.values()) for parts in of_part]
+            errors.append(max(largest))
+            assert largest[0] != largest[1]
+            expected = max(largest) / plan.errors[start]
             assert profile.parts[start].correction == pytest.approx(expected, rel=1e-3)
         (together,) = output_errors(pipe, prompts, [plan.choices], CONFIG, **arguments, parts=2)
-        assert max(together) == pytest.approx(max(errors))
+        assert max(max(x.values()) for x in together) == pytest.approx(max(errors))
 
     def test_a_tolerance_holds_on_another_prompt(self, monkeypatch):
         """Plainly, in every step, with the embedded model. Catches errors that are weighted, and a
@@ -170,8 +176,8 @@ class TestMeasure:
         profile = measure_error(pipe, [PROMPT], CONFIG, **arguments)  # at 1000, 751 and 9
         assert [*profile.parts] == [1000, 762, 14]
         plan = profile.within(min(0.5, profile.uniform(1.0).error))
-        (errors,) = output_errors(pipe, [PROMPT], [plan.choices], CONFIG, **arguments)
-        assert errors == pytest.approx([plan.error], rel=0.2)
+        ((errors,),) = output_errors(pipe, [PROMPT], [plan.choices], CONFIG, **arguments)
+        assert max(errors.values()) == pytest.approx(plan.error, rel=0.2)
 
     def test_parts_of_a_pipeline_that_returns_arrays(self):
         """DeepFloyd IF has no latents."""
@@ -201,11 +207,11 @@ class TestMeasure:
 
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""
-        monkeypatch.setattr(exact_runs, "MOST_REPEATED", 36)  # of 12 calls, 4 layers, 3 thresholds
+        monkeypatch.setattr(exact_runs, "MOST_REPEATED", 20)  # of 12 calls, 4 layers
         calls, arguments = [], {**SIZE, "num_inference_steps": 6, "parts": 3}
         with pipe.unet.register_forward_pre_hook(lambda *_: calls.append(1)):
             profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
-        assert len(calls) == 12 + 36 + 12 * 2
+        assert len(calls) == 12 + (8 + 4 * 3) + 12 * 2
         for one in profile.layers:
             assert len({tuple(part.effects) for part in one.parts.values()}) == 3
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -25,7 +26,7 @@ from avq_diffusers import (
     set_threshold,
     summary,
 )
-from avq_diffusers.hosts import verbs
+from avq_diffusers.hosts import output_errors, verbs
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.measuring import allocation, exact_runs, kept_profiles, profile
 from avq_diffusers.hosts.measuring.allocation import OPERATIONS, allocate, power_laws
@@ -508,6 +509,27 @@ class TestKey:
         kept.save(profile_of(pipe, {1000: AVQ}, LEVELS), [PROMPT])
         with pytest.warns(match="the kept measurement no longer holds"):
             apply_avq(pipe, LEVELS, **arguments | {"tolerance": 5e-3})
+
+    @pytest.mark.usefixtures("coarse_thresholds")
+    def test_a_kept_profile_is_checked_in_each_part(self, monkeypatch, tmp_path):
+        """Catches a first part whose error is compared with the whole tolerance."""
+        monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
+        pipe, run = two_level_pipe(), UNET.run | {"num_inference_steps": 2, "parts": 2}
+        apply_avq(pipe, LEVELS, tolerance=0.5, prompt=PROMPT, **run)
+        kept = kept_profiles.KeptProfile(pipe, models_of(pipe), LEVELS, run)
+        first, last = kept.load(select_layers(pipe.unet, LEVELS.levels)).parts
+        own = profile_of(pipe, {first: AVQ, last: "exact"}, LEVELS)
+        plan = own.within(0.1).choices
+        ((errors,),) = output_errors(pipe, [PROMPT], [plan], LEVELS, **run)
+        assert errors[last] == 0 < errors[first]
+        for times, holds in ((6, True), (2, False)):
+            kept.save(own, [PROMPT])
+            tolerance = times * errors[first]
+            assert own.within(tolerance).choices == plan
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                apply_avq(pipe, LEVELS, tolerance=tolerance, prompt=PROMPT, **run)
+            assert any("no longer holds" in str(x.message) for x in caught) != holds
 
 
 class TestFile:

@@ -1,7 +1,7 @@
 """Exact runs of a model on examples, with each call repeated with AVQ in some layers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,11 +41,16 @@ from avq_diffusers.hosts.models import models_of
 
 # Repeated calls with one layer in AVQ, over all layers.
 MOST_REPEATED = 512
+# How the effect depends on the threshold hardly differs between parts of the denoising: only in the
+# last one all thresholds are tried, else this one.
+MIDDLE = len(THRESHOLDS) // 2
 
 # What layers run in a repeated call, by layer name; the rest run exact attention.
 Tried: TypeAlias = Mapping[str, Spec | None]
 # Repeats the current call and returns the squared relative error of its output.
 Repeat: TypeAlias = Callable[[Tried], float]
+# How often a call is repeated before the last part of the denoising, and in it.
+Repeated: TypeAlias = tuple[int, int]
 
 
 class ExactRuns:
@@ -58,7 +63,8 @@ class ExactRuns:
     Attributes:
         ranks: the ranks that run the model together; None if it runs in one process.
         thresholds: what is tried, in this order.
-        num_probed: how often a call is repeated to probe the layers whose turn it is.
+        num_probed: how often a call is repeated to probe the layers whose turn it is, before the
+            last part of the denoising and in it.
         tried: what a repeated call tries; None in other calls, which run exact attention.
         turn: whose layers are probed in the current call.
         start: the timestep at which the current part of the denoising begins.
@@ -112,40 +118,49 @@ class ExactRuns:
         self.num_steps = num_inference_steps if self.host.has_prompts else 1
         num_layers = len(states_of_config(self.host.layers(self.models[0].model), self.config))
         self.thresholds = THRESHOLDS
-        num_repeated = len(THRESHOLDS) * len(self.examples) * self.num_steps * num_layers
+        num_tried = self.parts - 1 + len(THRESHOLDS)  # of a layer, over the parts
+        num_repeated = num_tried * len(self.examples) * self.num_steps * num_layers // self.parts
         most = len(self.examples) * max(1, self.num_steps // self.parts)
         # A layer is measured in one of this many calls of each part.
         self.turns = max(1, min(-(-num_repeated // MOST_REPEATED), most))
-        self.num_probed = len(THRESHOLDS) * -(-num_layers // self.turns)
+        num_probed = -(-num_layers // self.turns)
+        self.num_probed = num_probed, len(THRESHOLDS) * num_probed
 
-    def open_progress(self, name: str, *repeated: int) -> AbstractContextManager[None]:
+    @property
+    def is_last_part(self) -> bool:
+        """Whether the current call is in the last part of the denoising."""
+        return self.start == min(self.starts)
+
+    def open_progress(self, name: str, *repeated: Repeated) -> AbstractContextManager[None]:
         """Show the progress of the runs inside the `with` block, by this name if none is given.
 
         Args:
             name: what the bar says.
-            repeated: for each `follow`, how often it repeats a call.
+            repeated: for each `follow`, how often it repeats a call, as in `num_probed`.
         """
         shown = self.shown if self.ranks is None or self.ranks.is_first else False
-        total = len(self.examples) * self.num_steps * sum(1 + number for number in repeated)
+        steps = self.num_steps
+        total = len(self.examples) * sum(self._planned(steps, steps, one) for one in repeated)
         self.progress = Progress(self.progress_name or name, total, shown)
         return self.progress.open()
 
     def follow(
-        self, visit: Callable[[Hosted, list["MeasuredLayer"], Repeat], None], repeated: int
+        self, visit: Callable[[Hosted, list["MeasuredLayer"], Repeat], None], repeated: Repeated
     ) -> dict[Hosted, list["MeasuredLayer"]]:
         """Run all examples and visit each call.
 
         Args:
             visit: called after each call, with its model, what was measured in it and what repeats
                 it.
-            repeated: how often `visit` repeats a call, for the progress.
+            repeated: how often `visit` repeats a call, as in `num_probed`, for the progress.
 
         Returns:
             The layers of each model.
         """
         self.tried: Tried | None = None
-        self.turn = 0
+        self.turn, self.repeated = 0, repeated
         self.start, self.numbers = NUM_TRAIN_TIMESTEPS, Counter[int]()
+        self.starts = {self.start: self.start}
         measured: dict[Hosted, list[MeasuredLayer]] = {}
         # Compiled models run eagerly here, so that measuring leaves no trace in compiled code.
         with ExitStack() as stack:
@@ -158,17 +173,24 @@ class ExactRuns:
                 stack.enter_context(installed(hosted, states))
                 stack.enter_context(self._watched(hosted, partial(visit, hosted, layers)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            examples, steps = self._counted(1 + repeated), self.num_inference_steps
-            arguments = self.host, examples, steps, self.seed, self.arguments
+            steps = self.num_inference_steps
+            arguments = self.host, self._counted(), steps, self.seed, self.arguments
             for _ in run_examples(self.pipe, *arguments):
                 pass
         return measured
 
-    def _counted(self, calls_per_step: int) -> Iterator[Any]:
+    def _planned(self, done: int, steps: int, repeated: Repeated) -> int:
+        """The calls in the first `done` of a run's steps."""
+        before_last = min(done, steps * (self.parts - 1) // self.parts)
+        early, late = repeated
+        return done + early * before_last + late * (done - before_last)
+
+    def _counted(self) -> Iterator[Any]:
         for number, example in enumerate(self.examples):
             self.example, self.step = number, -1
             self.timestep: float | None = None  # what the last call told
-            self.progress.begin_run(calls_per_step * self.num_steps)
+            steps = self.num_steps
+            self.progress.begin_run(self._planned(steps, steps, self.repeated))
             yield example
 
     @contextmanager
@@ -210,7 +232,11 @@ class ExactRuns:
             scheduled = getattr(self.scheduler, "timesteps", None)
             if told is not None and scheduled is not None:
                 steps = self.step + len({*_left(scheduled.tolist(), told)})
-            self.progress.begin_step(self.step, steps)
+            before, after, every = (
+                self._planned(done, steps, self.repeated)
+                for done in (self.step, self.step + 1, steps)
+            )
+            self.progress.begin_step(before / every, after / every)
         is_first = self.parts > self.least_parts and not self.numbers
         if is_first and not are_training_timesteps(self.scheduler.timesteps.tolist()):
             self.parts = self.least_parts
@@ -243,10 +269,9 @@ class MeasuredLayer:
         self.num_tokens = 0  # in the first call
         self.exact_time = 0.0  # in the first call
         self.is_timed = False  # whether times are milliseconds, else billions of operations
-        self.is_served = False  # whether AVQ can run in the current call
-        self.is_probed = False  # whether the current call measures columns and time
-        self.seen = 0.0, 0.0  # columns and share of exact attention's time of the last one
-        # Per part, a (3, T) array of squared effects and of what was seen for each probed call.
+        self.is_probed = False  # whether AVQ can run in the current call, which is the layer's turn
+        self.costs: list[tuple[float, float]] = []  # in it, by threshold
+        # Per part, a (3, T) array of squared effects, NaN if not tried, and costs per probed call.
         self.probes: dict[int, list[Floats]] = defaultdict(list)
         state.function = self.attend
 
@@ -255,12 +280,7 @@ class MeasuredLayer:
         tried = self.runs.tried
         own = None if tried is None else tried.get(self.layer.name)
         if own is not None:
-            found = attend(tensors, own)
-            if self.is_probed and found.shown is not None:
-                columns = float(found.shown.float().sum(dim=-1).mean())
-                time = self._time(tensors, columns, own)
-                self.seen = columns, time / self._time(tensors, tensors.key.shape[2], None)
-            return found
+            return attend(tensors, own)
         exact = Attended(exact_attention(tensors), EXACT)
         if tried is None:
             if not exact.output.isfinite().all():
@@ -271,23 +291,26 @@ class MeasuredLayer:
             if not self.num_tokens:
                 self.num_tokens, self.is_timed = tensors.key.shape[2], tensors.key.is_cuda
                 self.exact_time = self._time(tensors, self.num_tokens, None)
-            self.is_served = tensors.key.shape[2] >= self.spec.least_keys
+            is_served = tensors.key.shape[2] >= self.spec.least_keys
+            self.is_probed = is_served and self.runs.turn == self.turn
+            if self.is_probed:
+                self.costs = [self._cost(tensors, threshold) for threshold in self.runs.thresholds]
         return exact
 
     def probe(self, repeat: Repeat) -> None:
-        """Measure each threshold in the current call, if it is the layer's turn."""
-        is_served, self.is_served = self.is_served, False
-        if not is_served or self.runs.turn != self.turn:
+        """Measure thresholds in the current call, if it is the layer's turn."""
+        if not self.is_probed:
             return
-        found = []
-        self.is_probed = True
-        for threshold in self.runs.thresholds:
-            squared = repeat({self.layer.name: self.spec.changed(threshold=threshold)})
-            found.append((squared, *self.seen))
         self.is_probed = False
-        self.probes[self.runs.start].append(np.array(found).T)
+        squared = [
+            repeat({self.layer.name: self.spec.changed(threshold=threshold)})
+            if self.runs.is_last_part or number == MIDDLE
+            else np.nan
+            for number, threshold in enumerate(self.runs.thresholds)
+        ]
+        self.probes[self.runs.start].append(np.array([squared, *zip(*self.costs, strict=True)]))
 
-    def effects(self, starts: Iterable[int], called: float) -> LayerEffects:
+    def effects(self, starts: Collection[int], called: float) -> LayerEffects:
         """What was measured.
 
         Args:
@@ -297,12 +320,25 @@ class MeasuredLayer:
         if self.state.last_call is None:
             raise RuntimeError(f"{self.layer.name} did not run.")
         every = [probe for probes in self.probes.values() for probe in probes]
+        last = self.probes.get(min(starts), [])
         parts = {}
-        for start in starts if every else ():
+        for start in starts if last else ():
             squared, columns, shares = np.mean(self.probes.get(start, every), axis=0)
+            of_last = np.mean(last, axis=0)[0]
+            scale = np.clip(squared[MIDDLE] / max(of_last[MIDDLE], 1e-30), 1e-2, 1e2)
+            squared = np.where(np.isnan(squared), scale * of_last, squared)
             rows = (called * squared) ** 0.5, columns, called * self.exact_time * shares
             parts[start] = Measured(*([float(f"{x:.4g}") for x in row] for row in rows))
         return LayerEffects(self.layer, max(1, self.num_tokens), called * self.exact_time, parts)
+
+    def _cost(self, tensors: Tensors, threshold: float) -> tuple[float, float]:
+        """The columns with a threshold, and the time relative to exact attention's."""
+        spec = self.spec.changed(threshold=threshold)
+        shown = attend(tensors, spec).shown
+        assert shown is not None
+        columns = float(shown.sum(dim=-1).double().mean())
+        exact = self._time(tensors, tensors.key.shape[2], None)
+        return columns, self._time(tensors, columns, spec) / exact
 
     def _time(self, tensors: Tensors, columns: float, spec: Spec | None) -> float:
         """The time of exact attention, or of AVQ that shows this many columns on average."""

@@ -168,22 +168,26 @@ class ErrorProfile:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0 and at most 0.5.
         """
+        return self.bounded(self.limits(tolerance), tolerance)
+
+    def limits(self, tolerance: float) -> dict[int, float]:
+        """The largest output error of each part within a tolerance, as in `within`."""
         tolerance = check_tolerance(tolerance)
         number = len(self.parts)
         shares = [FIRST_SHARE, *[MIDDLE_SHARE] * (number - 2), 1.0][-number:]
-        return self.bounded([tolerance * share for share in shares], tolerance)
+        return {x: tolerance * share for x, share in zip(self.parts, shares, strict=True)}
 
-    def bounded(self, limits: Sequence[float], tolerance: float | None = None) -> Allocation:
+    def bounded(self, limits: Mapping[int, float], tolerance: float | None = None) -> Allocation:
         """The fastest thresholds with which the output error of each part stays within its limit.
 
         Args:
-            limits: of the parts, in their order.
+            limits: by part.
             tolerance: what they come from.
         """
         choices, chosen = choices_of(self.thresholds), {}
-        for limit, (start, part) in zip(limits, self.parts.items(), strict=True):
+        for start, part in self.parts.items():
             effects, _, times = self._table(start, choices)
-            limit /= self.margin * part.correction
+            limit = limits[start] / (self.margin * part.correction)
             chosen[start] = allocate(times, effects**2, limit**2)
         return self._allocation(choices, chosen, tolerance)
 

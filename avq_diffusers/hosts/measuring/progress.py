@@ -1,5 +1,6 @@
 """One progress bar for all runs of a measurement, with a total known before the first."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -42,11 +43,11 @@ class Progress:
         self.first, self.end = self.end, self.end + calls
         self._reach(self.first)
 
-    def begin_step(self, done: int, steps: int) -> None:
-        """Enter a step of the run, after `done` others of `steps`."""
+    def begin_step(self, before: float, after: float) -> None:
+        """Enter a step of the run, between these shares of its planned calls."""
         calls = self.end - self.first
-        self._reach(self.first + calls * done // steps)
-        self.limit = self.first + -(-calls * (done + 1) // steps)
+        self._reach(self.first + math.floor(calls * before))
+        self.limit = self.first + math.ceil(calls * after)
 
     def count_call(self) -> None:
         """Note that a model call is done."""
