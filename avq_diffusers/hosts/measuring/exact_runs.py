@@ -40,7 +40,7 @@ from avq_diffusers.hosts.measuring.progress import Progress, Shown
 from avq_diffusers.hosts.models import models_of
 
 # Repeated calls with one layer in AVQ, over all layers.
-MOST_REPEATED = 512
+MOST_REPEATED = 320
 # How the effect depends on the threshold hardly differs between parts of the denoising: only in the
 # last one all thresholds are tried, else this one.
 MIDDLE = len(THRESHOLDS) // 2
