@@ -314,7 +314,8 @@ class MeasuredLayer:
         """What was measured.
 
         Args:
-            starts: the parts. One in which the layer was not measured gets the others combined.
+            starts: the parts. One in which the layer was not measured gets the others combined. If
+                that is the last one, where all thresholds are tried, the layer stays exact.
             called: share of calls that went to the layer's model.
         """
         if self.state.last_call is None:
