@@ -282,16 +282,11 @@ class TestModularGuiders:
 
     FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.0", "up_blocks.0.attentions.1")
 
-    def skips(self):
-        what = {"skip_attention": True, "skip_attention_scores": False, "skip_ff": False}
-        return [LayerSkipConfig([0], f"{name}.transformer_blocks", **what) for name in self.FQNS]
-
     def guider(self):
-        return SkipLayerGuidance(
-            skip_layer_config=self.skips(),
-            skip_layer_guidance_start=0.0,
-            skip_layer_guidance_stop=1.0,
-        )
+        what = {"skip_attention": True, "skip_attention_scores": False, "skip_ff": False}
+        skips = [LayerSkipConfig([0], f"{name}.transformer_blocks", **what) for name in self.FQNS]
+        part = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
+        return SkipLayerGuidance(skip_layer_config=skips, **part)
 
     def predictions(self, codebooks, inputs=()):
         """Inputs and outputs of the UNet in each call, those of `inputs` if any, and the UNet."""
