@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import are_same, calls, contents, differ, kinds
+from checks import are_same, calls, close, contents, differ, kinds
 from diffusers.models.attention_dispatch import attention_backend
 from hosts.kinds import KINDS, Kind
 from tiny import random_codebooks
@@ -75,10 +75,6 @@ def model(kind):
     if not is_same:
         del vars(kind)["model"], vars(kind)["contents"]  # other tests get new ones
     assert is_same
-
-
-def close(output, expected) -> bool:
-    return bool((output - expected).norm() < 1e-5 * expected.norm())
 
 
 def block_of(model, layer) -> nn.Module:
