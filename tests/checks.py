@@ -14,6 +14,11 @@ def differ(output: Tensor, other: Tensor) -> bool:
     return bool((output - other).norm() > 1e-3 * other.norm())
 
 
+def close(output: Tensor, expected: Tensor) -> bool:
+    """Whether an output is another up to rounding, as with all keys exact."""
+    return bool((output - expected).norm() < 1e-5 * expected.norm())
+
+
 def contents(model) -> dict:
     """The objects that modules hold, their processors and configs, and what hooks there are."""
     found = {}

@@ -456,3 +456,4 @@ KINDS = (
     vision_kind("siglip"),
     vision_kind("aimv2", inputs=vision_inputs),
 )
+KIND = {kind.name: kind for kind in KINDS}

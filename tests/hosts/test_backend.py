@@ -22,25 +22,22 @@ def registered():
     register_backend()
 
 
-MODELS = {
-    "dispatch": (flux_transformer, predict),
-    "joint": (sd3_transformer, predict),
-    "unet": (two_level_unet, predict_unet),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "undo"),
-    [("dispatch", "native"), ("dispatch", None), ("joint", None), ("unet", "native")],
+    ("make", "predict", "undo"),
+    [
+        (flux_transformer, predict, "native"),
+        (flux_transformer, predict, None),
+        (sd3_transformer, predict, None),
+        (two_level_unet, predict_unet, "native"),
+    ],
 )
-def test_the_name_is_apply_and_another_is_remove(name, undo):
+def test_the_name_is_apply_and_another_is_remove(make, predict, undo):
     """Catches AVQ in cross-attention too, and what stays of it."""
 
     def back(model):
         model.set_attention_backend(undo) if undo else model.reset_attention_backend()
         return model
 
-    make, predict = MODELS[name]
     model = back(make())
     exact, before = predict(model), contents(model)
     model.set_attention_backend("AVQ")

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 from checks import differ, kinds
-from hosts.kinds import KINDS
+from hosts.kinds import KIND
 from tiny import predict, small_unet, traced_unet, tuned_codebooks
 from torch._dynamo.testing import CompileCounter
 
@@ -59,7 +59,6 @@ def test_repeated_blocks():
     assert counter.frame_count == 3  # as without AVQ
 
 
-KIND = {kind.name: kind for kind in KINDS}
 SMALL = {"query_tile": 16, "num_parents": 4, "num_children": 2}
 
 

@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-from hosts.kinds import KINDS
+from hosts.kinds import KIND
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -184,7 +184,7 @@ class TestProcessorsThatDoNotCallTorch:
         ],
     )
     def test_they_are_reported(self, name, change, said, avq_first):
-        kind = next(kind for kind in KINDS if kind.name == name)
+        kind = KIND[name]
         model, exact, told = kind.make(), kind.exact, f"the layers that keep {said}: "
         coarse = kind.config(num_parents=4, num_children=2, num_refined=2)
         if avq_first:
@@ -208,7 +208,7 @@ class TestProcessorsThatDoNotCallTorch:
 
     def test_one_that_calls_it_at_times(self):
         """Catches a report that stays after AVQ has come back."""
-        kind = next(kind for kind in KINDS if kind.name == "PixArt")
+        kind = KIND["PixArt"]
         model = apply_avq(kind.make(), kind.config(), route="always")
         foreign(model)
         with pytest.warns(UserWarning, match="keep Foreign"):

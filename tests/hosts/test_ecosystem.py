@@ -168,18 +168,6 @@ class TestOtherTools:
         torch.testing.assert_close(draw_once(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
         assert kinds(pipe) == {"AVQ"}
 
-    @pytest.mark.filterwarnings("ignore:AVQ does not run")
-    def test_fused_projections(self, unet, codebooks):
-        """Catches AVQ that does not come back, or comes back removed and calls itself."""
-        exact = predict(unet)
-        avq = predict(apply_avq(unet, codebooks))
-        for change, expected in ((lambda unet: unet, avq), (remove_avq, exact)):
-            unet.fuse_qkv_projections()
-            assert runs(unet) == {"exact: replaced by FusedAttnProcessor2_0"}
-            assert not differ(predict(unet), exact)
-            change(unet).unfuse_qkv_projections()
-            assert torch.equal(predict(unet), expected)
-
     @feature("FreeU")
     def test_freeu(self, pipe, codebooks):
         plain = draw_once(apply_avq(pipe, codebooks))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import differ, kinds
+from checks import close, differ, kinds
 from diffusers import LayerSkipConfig, SkipLayerGuidance, StableDiffusionXLAutoBlocks
 from diffusers.models.attention_processor import (
     Attention,
@@ -143,10 +143,6 @@ class TestCustomProcessors:
             apply_avq(unet, codebooks)
 
 
-def is_close(output, expected) -> bool:
-    return bool((output - expected).norm() < 1e-4 * expected.norm())
-
-
 def use_lora(unet):
     unet.add_adapter(LoraConfig(target_modules=["to_qkv"], init_lora_weights=False))
 
@@ -172,7 +168,7 @@ class TestFusedProjections:
         change(unet)
         output = predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
         assert kinds(unet) == {"AVQ"}
-        assert is_close(output, predict(remove_avq(unet)))
+        assert close(output, predict(remove_avq(unet)))
         assert differ(output, before)
 
     def test_changes_by_distillation_are_added(self):
@@ -181,7 +177,7 @@ class TestFusedProjections:
         fused.fuse_qkv_projections()
         output = predict(apply_avq(fused, codebooks, route="always"))
         assert kinds(fused) == {"AVQ"}
-        assert is_close(output, predict(apply_avq(tiny_unet(), codebooks, route="always")))
+        assert close(output, predict(apply_avq(tiny_unet(), codebooks, route="always")))
 
     def test_compiled(self):
         unet = traced_unet()
@@ -191,7 +187,7 @@ class TestFusedProjections:
         torch.compiler.reset()
         for layer in select_layers(apply_avq(unet, AVQConfig(**EVERY_KEY), route="always")):
             layer.caller.compile(backend="eager", fullgraph=True)
-        assert is_close(predict(unet), exact)
+        assert close(predict(unet), exact)
         assert kinds(unet) == set()  # compiled calls are not counted
 
 
@@ -228,7 +224,7 @@ class TestScale:
         heat(unet)
         output = predict(unet if avq_first else apply_avq(unet, every_key, route="always"))
         assert kinds(unet) == {"AVQ"}
-        assert is_close(output, predict(remove_avq(unet)))
+        assert close(output, predict(remove_avq(unet)))
         assert differ(output, before) == follows
 
     def test_with_xformers(self, unet):
@@ -282,16 +278,11 @@ class TestModularGuiders:
 
     FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.0", "up_blocks.0.attentions.1")
 
-    def skips(self):
-        what = {"skip_attention": True, "skip_attention_scores": False, "skip_ff": False}
-        return [LayerSkipConfig([0], f"{name}.transformer_blocks", **what) for name in self.FQNS]
-
     def guider(self):
-        return SkipLayerGuidance(
-            skip_layer_config=self.skips(),
-            skip_layer_guidance_start=0.0,
-            skip_layer_guidance_stop=1.0,
-        )
+        what = {"skip_attention": True, "skip_attention_scores": False, "skip_ff": False}
+        skips = [LayerSkipConfig([0], f"{name}.transformer_blocks", **what) for name in self.FQNS]
+        part = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
+        return SkipLayerGuidance(skip_layer_config=skips, **part)
 
     def predictions(self, codebooks, inputs=()):
         """Inputs and outputs of the UNet in each call, those of `inputs` if any, and the UNet."""

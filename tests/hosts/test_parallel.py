@@ -26,7 +26,7 @@ from checks import calls
 from diffusers import ContextParallelConfig, FluxTransformer2DModel, TensorParallelConfig
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from hosts.kinds import KINDS
+from hosts.kinds import KIND
 from platformdirs import user_cache_path
 from processes import start_ranks
 from tiny_transformers import flux_pipe, flux_transformer, inputs, predict
@@ -54,7 +54,6 @@ CLOSE = 2e-6  # sums in another order
 FAR = 1e-3  # AVQ differs from exact attention by more
 CONFIG = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,))
 BY_ERROR = AVQConfig.parse("M16C8T1e0", query_tile=16, levels=(0,))
-KIND = {kind.name: kind for kind in KINDS}
 CASES: dict[str, Callable[[], None]] = {}
 WORLD = 2
 

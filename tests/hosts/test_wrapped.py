@@ -116,31 +116,16 @@ def test_replicas(unet, codebooks):
             predict(replicated(unet))
 
 
-class Traceable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        unet = traced_unet()
-        codebooks = random_codebooks(unet, AVQConfig.parse("M4P2C2", query_tile=16))
-        self.unet = apply_avq(unet, codebooks)
-
-    def forward(self, sample, text):
-        return self.unet(sample, 10, text, return_dict=False)[0]
-
-
-def inputs(height=16, width=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    sample = torch.randn(1, 4, height, width, generator=generator)
-    return sample, torch.randn(1, 5, 32, generator=generator)
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
 def test_onnx_is_refused(tmp_path, monkeypatch):
     """In one sentence, by both of PyTorch's exporters."""
-    model = Traceable()
+    model = traced_unet()
+    apply_avq(model, random_codebooks(model, AVQConfig.parse("M4P2C2", query_tile=16)))
+    inputs = torch.ones(1, 4, 16, 16), torch.tensor(10), torch.ones(1, 5, 32)
     refused = pytest.raises(NotImplementedError, match=r"^ONNX has no operators for AVQ; call")
     with refused:
-        torch.onnx.export(model, inputs(), tmp_path / "unet.onnx", dynamo=False)
+        torch.onnx.export(model, inputs, tmp_path / "unet.onnx", dynamo=False)
     monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
     with refused:
-        model(*inputs())
+        model(*inputs)
