@@ -32,7 +32,6 @@ from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq
 from distill.config_file import load_config
-from distill.data import DataError
 from distill.vision import models
 from distill.vision.__main__ import app
 from distill.vision.config import VisionConfig
@@ -290,20 +289,13 @@ def test_wrong_settings_get_one_sentence(place, tmp_path, task, changes, expecte
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize(
-    ("label", "error", "message"),
-    [
-        (9, DataError, r"^labels must be at most num_labels = 3, but .*\.png has 9\.$"),
-        (0, FloatingPointError, r"nan at step 2.* or leave out images without a"),
-    ],
-)
-def test_wrong_label_maps_end_a_run_that_logs_nothing(place, tmp_path, label, error, message):
+def test_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path):
     """The loss without a label is the mean over no pixel."""
     shutil.copytree(place / "maps", tmp_path / "maps")
     for path in (tmp_path / "maps" / "annotations" / "training").iterdir():
-        Image.fromarray(np.full((SIDE, SIDE), label, np.uint8)).save(path)
+        Image.fromarray(np.zeros((SIDE, SIDE), np.uint8)).save(path)
     changes = {"data.path": tmp_path / "maps", "trainer.max_steps": 2}
-    with pytest.raises(error, match=message):
+    with pytest.raises(FloatingPointError, match=r"nan at step 2.* or leave out images without a"):
         fine_tune(settings(place, "segmentation", **changes), tmp_path / "run", resume=False)
     assert not (tmp_path / "run" / "model").exists()
 
