@@ -59,15 +59,10 @@ from distill.objective import timestep_weights
 from distill.preview import generate, student_in
 from distill.run import Run, unsuited
 
-OWN_CODEWORDS = {
-    "avq.codewords": "means",
-    "codebooks": "null",
-    "objective.commitment_weight": 0,
-}
 # The last micro-batch, to which dead codewords move, would depend on the split.
 NO_DEAD = {"codebooks.dead_threshold": "null"}
 FIGURES = {"quantization_error", "active_ratio", "capture"}
-LOSSES = ("loss", "noise", "output", "feature", "commitment", "grad_norm")
+LOGGED = ("step", "samples", "loss", "noise", "output", "feature", "commitment", "grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +113,7 @@ def refused(*given, **settings):
 
 
 def losses(output):
-    names = ("step", "samples", *LOSSES)
-    return [[line[name] for name in names if name in line] for line in read_log(log_path(output))]
+    return [[line[name] for name in LOGGED if name in line] for line in read_log(log_path(output))]
 
 
 def final(output, step=4):
@@ -383,7 +377,9 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
             "avq.threshold": 0.01,
             "objective.guided_weight": 0.1,
             "objective.guidance_scale": 2.0,
-            **OWN_CODEWORDS,
+            "avq.codewords": "means",
+            "codebooks": "null",
+            "objective.commitment_weight": 0,
         },
     ],
 )

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_training import CONFIGS, ROOT
 from tiny_vision import choosing, tiny_vision
 from transformers import (
     AutoModelForImageClassification,
@@ -38,11 +38,9 @@ from distill.vision.config import VisionConfig
 from distill.vision.models import load_classifier, load_model, load_segmenter, vit_from_timm
 from distill.vision.training import fine_tune, metric_of, newest_checkpoint, open_run, predictions
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs" / "vision"
 FILES = {
-    "classification": CONFIGS / "imagenet_m64p16c8.yaml",
-    "segmentation": CONFIGS / "ade20k_m64p16c8.yaml",
+    "classification": CONFIGS / "vision" / "imagenet_m64p16c8.yaml",
+    "segmentation": CONFIGS / "vision" / "ade20k_m64p16c8.yaml",
 }
 SIDE = 64
 
@@ -141,7 +139,7 @@ def assert_same_weights(one, two, **tolerances):
 
 def test_every_config_is_complete():
     known = {field.name for field in fields(TrainingArguments)}
-    for path in CONFIGS.glob("*.yaml"):
+    for path in CONFIGS.glob("vision/*.yaml"):
         config = load_config(path, VisionConfig, [])
         assert config.trainer.keys() <= known
         assert config.trainer["fp16"]
