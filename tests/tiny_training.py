@@ -45,13 +45,13 @@ TINY_RUN = {
 }
 
 
-def make_batch(samples=4, seed=0, size=8):
+def make_batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
-        "noisy_latents": torch.randn(samples, 4, size, size, generator=generator),
-        "timesteps": torch.randint(1000, (samples,), generator=generator),
-        "text_states": torch.randn(samples, 5, 32, generator=generator),
-        "target": torch.randn(samples, 4, size, size, generator=generator),
+        "noisy_latents": torch.randn(4, 4, 8, 8, generator=generator),
+        "timesteps": torch.randint(1000, (4,), generator=generator),
+        "text_states": torch.randn(4, 5, 32, generator=generator),
+        "target": torch.randn(4, 4, 8, 8, generator=generator),
     }
 
 
@@ -87,13 +87,13 @@ def make_objective(config=CONFIG, teacher=None, **arguments):
     return objective
 
 
-def start(objective, batches, *, samples_per_step=4, keys_per_layer=32768, seed=0):
+def start(objective, batches, *, keys_per_layer=32768, seed=0):
     """Start the codebooks from the images of these batches."""
     start_codebooks(
         objective.stored,
         objective.teacher_keys(batches),
         num_images=sum(len(batch["timesteps"]) for batch in batches),
-        images_per_step=samples_per_step,
+        images_per_step=4,
         keys_per_layer=keys_per_layer,
         seed=seed,
     )

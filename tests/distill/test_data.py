@@ -161,7 +161,6 @@ def test_scenes_are_the_training_scenes():
     scene = sample_scene(TRAINING_SEEDS[7])
     assert samples[7]["caption"] == scene.caption
     assert np.array_equal(samples[7]["image"].permute(1, 2, 0), render(scene, SIZE))
-    assert open_samples(SCENES, SIZE).fingerprint == samples.fingerprint
     assert open_samples(SCENES, 2 * SIZE).fingerprint != samples.fingerprint
 
 
@@ -228,11 +227,9 @@ def test_crop_takes_the_middle_square():
     assert crop(Image.fromarray(columns.swapaxes(0, 1)), 2)[1].tolist() == [[255, 255], [0, 0]]
 
 
-def test_crop_is_antialiased_and_linfusion_is_not():
+def test_crop_is_antialiased():
     """At a third of the side LinFusion's samples are single pixels; a mean is not."""
-    noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), np.uint8)
-    picture = Image.fromarray(noise)
-    assert np.array_equal(linfusion(picture, 32).permute(1, 2, 0), noise[1::3, 1::3])
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 96, 3), np.uint8))
     assert crop(picture, 32).float().std() < 0.6 * linfusion(picture, 32).float().std()
 
 

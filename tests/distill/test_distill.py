@@ -59,15 +59,10 @@ from distill.objective import timestep_weights
 from distill.preview import generate, student_in
 from distill.run import Run, unsuited
 
-OWN_CODEWORDS = {
-    "avq.codewords": "means",
-    "codebooks": "null",
-    "objective.commitment_weight": 0,
-}
 # The last micro-batch, to which dead codewords move, would depend on the split.
 NO_DEAD = {"codebooks.dead_threshold": "null"}
 FIGURES = {"quantization_error", "active_ratio", "capture"}
-LOSSES = ("loss", "noise", "output", "feature", "commitment", "grad_norm")
+LOGGED = ("step", "samples", "loss", "noise", "output", "feature", "commitment", "grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +79,11 @@ def finished(model, tmp_path_factory):
     return output
 
 
-def arguments(model, output, *extra, config=RUN_CONFIG, **settings):
+def arguments(model, output, *extra, **settings):
     """Of the command."""
     values = {"base_model": model, **TINY_RUN, **settings}
     pairs = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    return ["--config", str(config), "--output", str(output), *pairs, *extra]
+    return ["--config", str(RUN_CONFIG), "--output", str(output), *pairs, *extra]
 
 
 def tiny_config(**settings):
@@ -118,8 +113,7 @@ def refused(*given, **settings):
 
 
 def losses(output):
-    names = ("step", "samples", *LOSSES)
-    return [[line[name] for name in names if name in line] for line in read_log(log_path(output))]
+    return [[line[name] for name in LOGGED if name in line] for line in read_log(log_path(output))]
 
 
 def final(output, step=4):
@@ -153,13 +147,14 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     config = load_config(RUN_CONFIG, DistillConfig, [])
     for step in range(1, 5):
         checkpoint.save(tmp_path, step, {}, config=config, keep=2)
-    for name in ("step-00000001-good", "step-best"):  # a user's own copies
+    mine = {"step-00000001-good", "step-best", ".my-step-00000001"}  # a user's own copies
+    for name in mine:
         (tmp_path / "checkpoints" / name).mkdir()
     for step in (3, 4):
         (tmp_path / "checkpoints" / f".writing-step-{step:08d}").mkdir()
     checkpoint.save(tmp_path, 4, {}, config=config, keep=2)
-    assert (tmp_path / "checkpoints" / "step-00000001-good").exists()
-    assert not list((tmp_path / "checkpoints").glob(".*"))
+    kept = {"step-00000003", "step-00000004"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == mine | kept
     assert steps_of(tmp_path) == [3, 4]
     newest = checkpoint.newest(tmp_path)
     assert (newest.step, newest.path.name) == (4, "step-00000004")
@@ -382,7 +377,9 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
             "avq.threshold": 0.01,
             "objective.guided_weight": 0.1,
             "objective.guidance_scale": 2.0,
-            **OWN_CODEWORDS,
+            "avq.codewords": "means",
+            "codebooks": "null",
+            "objective.commitment_weight": 0,
         },
     ],
 )
@@ -412,14 +409,12 @@ def test_two_and_two_steps_equal_four(finished, model, tmp_path):
         shutil.copytree(output / "checkpoints" / "step-00000002", output / "checkpoints" / name)
     with log_path(output).open("a") as file:
         file.write('{"step": 5, "lo')
-    mine = output / "checkpoints" / ".my-step-00000002"  # of a user
-    mine.mkdir()
     assert run(model, output, "--resume", tracker="tensorboard").exit_code == 0
     assert_same(final(output), final(finished))
     assert losses(output) == losses(finished)
     weights = "codebooks/diffusion_pytorch_model.safetensors"
     assert (output / weights).read_bytes() == (finished / weights).read_bytes()
-    assert list(output.rglob(".*")) == [mine]
+    assert not list(output.rglob(".*"))
     # The tracker has every step once, though steps 3 and 4 were written again.
     (events,) = {path.parent for path in output.rglob("events.*") if path.parent.parent == output}
     accumulator = EventAccumulator(str(events)).Reload()

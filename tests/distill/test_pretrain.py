@@ -89,22 +89,21 @@ RESULT = {"vae": "vae", "sd": "model", "sd3": "model", "scorer": "scorer"}
 KINDS = {"vae": VAEConfig, "sd": SDConfig, "sd3": SD3Config, "scorer": ScorerConfig}
 
 
-def config_of(command, **overrides):
+def settings(command, **overrides):
     values = {**COMMON, **TOY[command], **overrides}
-    settings = [f"{key}={value}" for key, value in values.items()]
-    return load_config(CONFIGS / f"mini_{command}.yaml", KINDS[command], settings)
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def config_of(command, **overrides):
+    file = CONFIGS / f"mini_{command}.yaml"
+    return load_config(file, KINDS[command], settings(command, **overrides))
 
 
 def run(command, output, *extra, code=0, **overrides):
     """Run a training; return what it writes to standard error."""
-    given = [command, "--config", str(CONFIGS / f"mini_{command}.yaml"), "--output", str(output)]
-    for key, value in {**COMMON, **TOY[command], **overrides}.items():
-        given += ["--set", f"{key}={value}"]
-    return invoke(*given, *extra, code=code)
-
-
-def invoke(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(x) for x in arguments])
+    given = [command, "--config", CONFIGS / f"mini_{command}.yaml", "--output", output, *extra]
+    given += [f"--set={setting}" for setting in settings(command, **overrides)]
+    result = CliRunner().invoke(app, [str(x) for x in given])
     assert result.exit_code == code, (result.output, result.exception)
     return result.stderr
 

@@ -39,12 +39,12 @@ def scenes() -> list[Scene]:
     return [sample_scene(seed) for seed in range(300)]
 
 
-def patterned(count: int, shape: str = "square", size: str = "medium") -> Group:
-    return Group(count, size, "red", "patterned", shape, MOTIF)
+def patterned(count: int, shape: str = "square") -> Group:
+    return Group(count, "medium", "red", "patterned", shape, MOTIF)
 
 
-def plain(count: int, shape: str = "circle", size: str = "medium") -> Group:
-    return Group(count, size, "blue", "plain", shape)
+def plain(count: int, size: str = "medium") -> Group:
+    return Group(count, size, "blue", "plain", "circle")
 
 
 def row(*groups: Group, background: Background = PLAIN) -> Scene:
@@ -54,10 +54,6 @@ def row(*groups: Group, background: Background = PLAIN) -> Scene:
 def crop(image: np.ndarray, box: tuple[int, int, int]) -> np.ndarray:
     left, top, side = box
     return image[top : top + side, left : left + side]
-
-
-def all_boxes(scene: Scene) -> list[tuple[int, int, int]]:
-    return [box for boxes in scene.boxes for box in boxes]
 
 
 def digest(content: bytes) -> str:
@@ -102,13 +98,6 @@ class TestCopyAgreement:
         assert abs(np.mean(agreements)) < 0.04
         assert np.percentile(agreements, 99) < 0.6
 
-    def test_shifted_object(self):
-        scene = row(patterned(2))
-        image = render(scene)
-        pixels = crop(image, scene.boxes[0][1])
-        pixels[:] = np.roll(pixels, 12, axis=1)
-        assert copy_agreement(image, scene) < 0.6
-
     def test_every_pair_of_objects_counts(self):
         scene = row(patterned(3))
         image = render(scene)
@@ -140,7 +129,7 @@ class TestCopyAgreement:
         assert copy_agreement(image, scene) == pytest.approx(0.5, abs=0.1)
         scene = Scene((plain(1, size="large"),), "at the top left", background)
         image = render(scene)
-        crop(image, all_boxes(scene)[0])[:] = np.random.default_rng(0).integers(0, 256, (96, 96, 3))
+        crop(image, scene.boxes[0][0])[:] = np.random.default_rng(0).integers(0, 256, (96, 96, 3))
         assert copy_agreement(image, scene) > 0.999
         flat = render(row(plain(2)))
         assert copy_agreement(flat, row(plain(2), background=background)) == 0

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_training import CONFIGS, ROOT
 from tiny_vision import choosing, tiny_vision
 from transformers import (
     AutoModelForImageClassification,
@@ -32,18 +32,15 @@ from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq
 from distill.config_file import load_config
-from distill.data import DataError
 from distill.vision import models
 from distill.vision.__main__ import app
 from distill.vision.config import VisionConfig
 from distill.vision.models import load_classifier, load_model, load_segmenter, vit_from_timm
 from distill.vision.training import fine_tune, metric_of, newest_checkpoint, open_run, predictions
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs" / "vision"
 FILES = {
-    "classification": CONFIGS / "imagenet_m64p16c8.yaml",
-    "segmentation": CONFIGS / "ade20k_m64p16c8.yaml",
+    "classification": CONFIGS / "vision" / "imagenet_m64p16c8.yaml",
+    "segmentation": CONFIGS / "vision" / "ade20k_m64p16c8.yaml",
 }
 SIDE = 64
 
@@ -142,7 +139,7 @@ def assert_same_weights(one, two, **tolerances):
 
 def test_every_config_is_complete():
     known = {field.name for field in fields(TrainingArguments)}
-    for path in CONFIGS.glob("*.yaml"):
+    for path in CONFIGS.glob("vision/*.yaml"):
         config = load_config(path, VisionConfig, [])
         assert config.trainer.keys() <= known
         assert config.trainer["fp16"]
@@ -290,20 +287,13 @@ def test_wrong_settings_get_one_sentence(place, tmp_path, task, changes, expecte
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize(
-    ("label", "error", "message"),
-    [
-        (9, DataError, r"^labels must be at most num_labels = 3, but .*\.png has 9\.$"),
-        (0, FloatingPointError, r"nan at step 2.* or leave out images without a"),
-    ],
-)
-def test_wrong_label_maps_end_a_run_that_logs_nothing(place, tmp_path, label, error, message):
+def test_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path):
     """The loss without a label is the mean over no pixel."""
     shutil.copytree(place / "maps", tmp_path / "maps")
     for path in (tmp_path / "maps" / "annotations" / "training").iterdir():
-        Image.fromarray(np.full((SIDE, SIDE), label, np.uint8)).save(path)
+        Image.fromarray(np.zeros((SIDE, SIDE), np.uint8)).save(path)
     changes = {"data.path": tmp_path / "maps", "trainer.max_steps": 2}
-    with pytest.raises(error, match=message):
+    with pytest.raises(FloatingPointError, match=r"nan at step 2.* or leave out images without a"):
         fine_tune(settings(place, "segmentation", **changes), tmp_path / "run", resume=False)
     assert not (tmp_path / "run" / "model").exists()
 
