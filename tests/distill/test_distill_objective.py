@@ -409,10 +409,10 @@ def test_diagnostics():
     processor.parent_codewords.zero_()
     processor.child_codewords.zero_()
     assert (objective.diagnostics()[name]["quantization_error"] > 3 * fine).all()
-    # Half of the parents hold 3 keys each: one with either child, and one that stays.
+    # Half of the parents hold 2 keys each: one with either child, and none that stays.
     processor.ema_counts.zero_()
-    processor.ema_counts[:, :32] = torch.tensor([3.0, 1, 1])
-    assert objective.diagnostics()[name]["active_ratio"].tolist() == [0.5, 0.5]
+    processor.ema_counts[:, :32] = torch.tensor([2.0, 1, 1])
+    assert objective.diagnostics()[name]["active_ratio"].tolist() == pytest.approx([1 / 3, 1 / 3])
     assert processor.kept_keys.shape == (2, 4 * 64, 8)
 
 
