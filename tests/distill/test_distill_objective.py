@@ -409,10 +409,11 @@ def test_diagnostics():
     processor.parent_codewords.zero_()
     processor.child_codewords.zero_()
     assert (objective.diagnostics()[name]["quantization_error"] > 3 * fine).all()
-    # Half of the parents hold 2 keys each: one with either child, and none that stays.
+    # Half of the parents hold 1000 keys each, of which 2, just over 1 % of an even share, are with
+    # one of the children and the rest with the other.
     processor.ema_counts.zero_()
-    processor.ema_counts[:, :32] = torch.tensor([2.0, 1, 1])
-    assert objective.diagnostics()[name]["active_ratio"].tolist() == pytest.approx([1 / 3, 1 / 3])
+    processor.ema_counts[:, :32] = torch.tensor([1000.0, 998, 2])
+    assert objective.diagnostics()[name]["active_ratio"].tolist() == [0.5, 0.5]
     assert processor.kept_keys.shape == (2, 4 * 64, 8)
 
 
