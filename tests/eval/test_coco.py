@@ -111,16 +111,8 @@ def generation(place, folder, **changes):
         "steps": 2,
     }
     options |= {name.replace("_", "-"): value for name, value in changes.items()}
-    return [
-        "generate",
-        place / folder,
-        *(
-            part
-            for name, value in options.items()
-            for part in (f"--{name}", value)
-            if part is not None
-        ),
-    ]
+    parts = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return ["generate", place / folder, *(part for part in parts if part is not None)]
 
 
 def generate(place, folder, **changes):
