@@ -1,5 +1,7 @@
 """What the tests of `eval` share."""
 
+import contextlib
+import io
 import sys
 
 import numpy as np
@@ -24,14 +26,35 @@ SETTINGS_2X = {
 }
 
 
-def run_command(monkeypatch, *arguments):
-    """Run `python -m eval` in this process; its exit code must be 0."""
+def run(*arguments):
+    """Exit code, output and errors of `python -m eval`, run in this process."""
     from eval.__main__ import main
 
-    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert not exit_.value.code
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.setattr(sys, "argv", ["eval", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    return exit_.value.code or 0, output.getvalue(), errors.getvalue()
+
+
+def run_command(*arguments):
+    """Output of a command, whose exit code must be 0."""
+    code, output, errors = run(*arguments)
+    assert code == 0, errors
+    return output
+
+
+def failed_command(*arguments):
+    """Last line of errors of a command that ends with a sentence and exit code 2."""
+    code, _, errors = run(*arguments)
+    last = errors.strip().splitlines()[-1]
+    assert (code, last[:6]) == (2, "eval: "), errors
+    return last
 
 
 @torch.no_grad()
@@ -80,15 +103,3 @@ def prepare(pipe, *names, levels=(0,)):
     """Methods by their names, calibrated."""
     loaded = load_methods(pipe, names, levels=levels)
     return [method.calibrated(pipe, CALIBRATION) for method in loaded]
-
-
-def failed_command(monkeypatch, capsys, *arguments):
-    """Exit code and last line of errors of a command that ends with a sentence."""
-    from eval import __main__ as command
-
-    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        command.main()
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("eval: ")
-    return exit_.value.code, last

@@ -174,35 +174,29 @@ def test_attention_beyond_its_limit_is_not_timed(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("part", parts.KERNEL_PARTS)
-def test_the_commands_write_rows(part, tmp_path, monkeypatch, capsys):
+def test_the_commands_write_rows(part, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "TINY", dict.fromkeys(parts.FULL, Sizes(TWO_SIZES, TINY_METHODS)))
     output = ("--device", "cpu", "--output", tmp_path)
-    run_command(monkeypatch, "bench", "kernels", "--parts", part, *output)
+    printed = run_command("bench", "kernels", "--parts", part, *output)
     document = json.loads((tmp_path / f"bench_kernels_{part}_cpu.json").read_text())
     assert document["command"].startswith("python -m eval bench kernels")
     assert document["environment"].keys() >= {"commit", "torch", "device"}
-    rows, printed = document["rows"], capsys.readouterr().out
+    rows = document["rows"]
     assert all(row["error"] < 1e-4 for row in rows if row.get("error") is not None)
     assert {row["part"] for row in rows} == {part}
     assert [row["tokens"] for row in rows] == [16] * (len(rows) // 2) + [36] * (len(rows) // 2)
     avq = [row for row in rows if row.get("config") == "M4P2C2/own" and row["tokens"] == 16]
     if part == "sd15":
-        ms = {row["method"]: row["ms"] for row in rows if row["tokens"] == 16}
-        for row in avq:
-            stored = row["method"].replace(", own codewords", "")
-            assert row["over_stored"] == pytest.approx(row["ms"] / ms[stored])
-            assert f" | {row['over_stored']:.3f} | " in printed
+        assert all(f" | {row['over_stored']:.3f} | " in printed for row in avq)
     elif part == "joint":
         assert [row["sinks"] for row in avq] == [0, parts.TEXT]
-    elif part == "gradients":
-        assert all(row["forward_ms"] > 0 for row in rows if row["ms"] is not None)
 
 
 def test_attention_writes_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "Effort", lambda **_: FAST)
     options = ("--tokens", 64, "--config", "M4P2C2", "--heads", 1, "--head-dim", 8)
     output = ("--device", "cpu", "--output", tmp_path)
-    run_command(monkeypatch, "bench", "attention", *options, *output)
+    run_command("bench", "attention", *options, *output)
     rows = json.loads((tmp_path / "bench_attention_cpu.json").read_text())["rows"]
     assert len(rows) == 3
 

@@ -264,7 +264,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(photographs, "_read", lambda name: np.roll(noise, len(name)))
     arguments = ["--images", 1, "--sizes", 448, "--methods", "exact,M8,M8/own"]
     arguments += ["--model", tmp_path / "model", "--output", tmp_path, "--dtype", "bfloat16"]
-    run_command(monkeypatch, "keys", *arguments)
+    run_command("keys", *arguments)
     path = tmp_path / "keys_model_cpu_bfloat16.json"
     document = json.loads(path.read_text())
     exact, *rows = document["rows"]
@@ -274,7 +274,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert all(row["tokens"] == 1024 and 0 < row["error"] < 1 for row in rows)
     assert not list(tmp_path.glob("*.png"))  # its plot is of times, on a GPU
     arguments[3], arguments[5] = 322, "exact"
-    run_command(monkeypatch, "keys", *arguments, "--frames", 2)
+    run_command("keys", *arguments, "--frames", 2)
     document = json.loads((tmp_path / "keys_model_2_frames_cpu_bfloat16.json").read_text())
     assert (document["frames"], document["rows"][0]["tokens"]) == (2, 2 * 23 * 23)
 
@@ -301,32 +301,24 @@ def test_the_dial_is_what_nothing_of_its_own_beats():
     assert dial_panels([{"tokens": 64, "scheme": "exact", "error": 0.0}]) == [[]]
 
 
-def test_a_photograph_is_the_square_in_its_middle(monkeypatch):
-    """Catches a stretched image, and channels in another order or on another scale."""
-    striped = np.zeros((10, 30, 3), np.uint8)
-    striped[:, 5:25] = 51, 102, 204  # the filter reaches beyond the square
-    monkeypatch.setattr(photographs, "_read", lambda name: striped)
-    expected = (torch.tensor([0.2, 0.4, 0.8]) - torch.tensor(photographs.MEAN)) / torch.tensor(
-        photographs.STD
-    )
-    found = photographs.photograph("any", 4)
-    torch.testing.assert_close(found, expected[None, :, None, None].expand(1, 3, 4, 4))
-
-
-def test_a_pan_goes_from_corner_to_corner(monkeypatch):
-    """Catches frames that are all alike, and a camera that leaves the square or turns."""
+def test_a_photograph_is_the_square_in_its_middle_and_a_pan_crosses_it(monkeypatch):
+    """Catches a stretched image, channels in another order or on another scale, frames that are
+    all alike, and a camera that leaves the square or turns."""
     ramp = np.zeros((80, 120, 3), np.uint8)
     ramp[:, 20:100, 0] = 2 * np.arange(80)
     ramp[:, 20:100, 1] = 3 * np.arange(80)[:, None]
+    ramp[:, 20:100, 2] = 204
     monkeypatch.setattr(photographs, "_read", lambda name: ramp)
-    frames = photographs.photograph("any", 60, 3)
-    pixels = frames * torch.tensor(photographs.STD)[:, None, None]
-    red, green, _ = (255 * (pixels + torch.tensor(photographs.MEAN)[:, None, None])).unbind(1)
     inside = slice(4, -4)  # the filter reaches beyond the frame
-    for frame, start in enumerate((0, 10, 20)):
-        place = torch.arange(start, start + 60.0)[inside]
-        assert (red[frame, inside, inside] - 2 * place).abs().max() <= 1
-        assert (green[frame, inside, inside] - 3 * place[:, None]).abs().max() <= 1
+    frames = [*photographs.photograph("any", 80), *photographs.photograph("any", 60, 3)]
+    for frame, start in zip(frames, (0, 0, 10, 20), strict=True):
+        pixels = frame.movedim(0, 2) * torch.tensor(photographs.STD)
+        levels = 255 * (pixels + torch.tensor(photographs.MEAN))
+        red, green, blue = levels[inside, inside].unbind(2)
+        place = torch.arange(start, start + len(levels))[inside]
+        assert (red - 2 * place).abs().max() <= 1
+        assert (green - 3 * place[:, None]).abs().max() <= 1
+        assert (blue - 204).abs().max() <= 1
 
 
 def test_a_pipeline_has_no_frames():

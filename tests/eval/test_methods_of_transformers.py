@@ -76,11 +76,11 @@ def test_methods_change_every_layer_and_restore(pipe):
     assert all(one is other for one, other in zip(processors(), before, strict=True))
 
 
-def test_scenes_of_a_transformer(folder, scorer_folder, tmp_path, monkeypatch):
+def test_scenes_of_a_transformer(folder, scorer_folder, tmp_path):
     """Fails for methods that leave the images as they are, and a file of mini-sd's name."""
     options = ["--model", folder, "--scorer", scorer_folder, "--images", 2, "--steps", 2]
     options += ["--size", 64, "--methods", "exact,value-projection,M4P2C2/own"]
-    run_command(monkeypatch, "scenes", *options, "--output", tmp_path)
+    run_command("scenes", *options, "--output", tmp_path)
     document = json.loads((tmp_path / "scenes_mini_sd3_64.json").read_text())
     *_, control, own = document["rows"]
     assert 10 < control["psnr_median"] < own["psnr_median"] < 100

@@ -8,13 +8,7 @@ import torch
 from tiny import two_level_pipe
 
 from avq_diffusers.mini import MINI_SD
-from distill.scenes import (
-    TEST_SEEDS,
-    copy_agreement,
-    corrupt,
-    render,
-    sample_scene,
-)
+from distill.scenes import TEST_SEEDS, copy_agreement, render, sample_scene
 from eval.quality import metrics
 from eval.quality.frechet import JACKKNIFE_BLOCKS, fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, generate
@@ -41,26 +35,6 @@ def test_psnr_of_a_constant_error():
     expected = [20 * np.log10(255 / 3), 20 * np.log10(255 / 50)]
     assert metrics.psnr(images, reference) == pytest.approx(expected)
     assert np.isinf(metrics.psnr(reference, reference)).all()
-
-
-def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
-    """Fails where features are blind to copies, or another image size changes the protocol."""
-    shown, others = (
-        [sample_scene(seed) for seed in seeds] for seeds in (TEST_SEEDS[:6], TEST_SEEDS[100:106])
-    )
-    real, reference = (np.stack([render(s) for s in group]) for group in (shown, others))
-    broken = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
-    doubled = real[:4].repeat(2, 1).repeat(2, 2)
-    cropped = doubled[:, 128:384, 128:384]
-    images = (reference, broken, real, doubled, cropped)
-    *found, resized, cut = (metrics.image_features(scorer, x) for x in images)
-    gaussian, *others = map(fit_gaussian, found)
-    of_broken, of_real = (frechet_distance(gaussian, other) for other in others)
-    assert of_broken > 1.3 * of_real
-    features = found[2][:4]
-    apart = torch.pdist(features).mean()
-    resized, cut = ((x - features).norm(dim=1).median() / apart for x in (resized, cut))
-    assert resized < 0.2 < 0.5 < cut
 
 
 def test_the_scorer_shrinks_images_by_their_mean(scorer):
@@ -110,9 +84,6 @@ def test_generate_gives_the_same_image_whatever_the_batch_size():
     assert reference.shape == (5, 128, 128, 3)
     assert np.array_equal(reference[0], reference[3])
     assert abs(reference[0] - reference[2]).max() > 20
-    arguments = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
-    expected = pipe("a", guidance_scale=7.5, output_type="np", **arguments).images[0]
-    assert abs(reference[0] - 255 * expected).max() <= 0.5 + 1e-3
     for batch_size in (2, 3, 8):
         images = generate(pipe, prompts, seeds, replace(settings, batch_size=batch_size))
         assert images.dtype == np.uint8

@@ -3,14 +3,7 @@
 import pytest
 
 from eval.store import plots
-from eval.store.plots import (
-    COLOURS,
-    MARKERS,
-    Line,
-    Panel,
-    bar_plot,
-    panel_plot,
-)
+from eval.store.plots import COLOURS, MARKERS, Line, Panel, bar_plot, panel_plot
 
 
 def test_colour_and_marker_together_are_of_one_label():

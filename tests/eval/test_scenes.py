@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from eval_helpers import SETTINGS_2X, failed_command, run_command, scenes_run, score
+from eval_helpers import SETTINGS_2X, failed_command, run, run_command, scenes_run, score
 from tiny import random_codebooks, small_unet, tiny_pipe, two_level_pipe
 
 from avq_diffusers.extras.scalecrafter.settings import SD15_1024
@@ -91,19 +91,19 @@ def test_a_killed_run_goes_on(tiny_scorer, monkeypatch):
         drawn.clear()
 
 
-def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys):
+def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch):
     """Fails where rows are lost by a second kill, for a file that does not say its size and
     ScaleCrafter, and for a bar that counts batches."""
     arguments = ["--model", model, "--output", tmp_path, "--images", 2, "--steps", 1]
     arguments += ["--scorer", scorer_folder, "--scalecrafter"]
-    run_command(monkeypatch, "scenes", *arguments, "--methods", "value-projection,exact")
+    code, printed, bars = run("scenes", *arguments, "--methods", "value-projection,exact")
+    assert code == 0
     path = tmp_path / "scenes_levels0_scalecrafter.json"
     document = json.loads(path.read_text())
     rows = document["rows"]
     assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
-    printed = capsys.readouterr()
-    assert f"| {rows[3]['psnr_median']:.1f} ({rows[3]['psnr_p10']:.1f}) |" in printed.out
-    assert re.search(r"exact \(1 of 2\): 100%.* 2/2 ", printed.err)
+    assert f"| {rows[3]['psnr_median']:.1f} ({rows[3]['psnr_p10']:.1f}) |" in printed
+    assert re.search(r"exact \(1 of 2\): 100%.* 2/2 ", bars)
 
     class Killed(BaseException):
         """As by a signal: no handler of errors sees it."""
@@ -118,10 +118,10 @@ def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys
     with monkeypatch.context() as patched:
         patched.setattr(scenes, "generate", killed)
         with pytest.raises(Killed):
-            run_command(monkeypatch, *go_on)
+            run_command(*go_on)
     kept = json.loads(path.read_text())["rows"]
     assert [row["method"] for row in kept] == [row["method"] for row in rows]
-    run_command(monkeypatch, *go_on)
+    run_command(*go_on)
     stored = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(stored) == [scene_rows.REAL, scene_rows.BROKEN, EXACT, TOME, NO_ATTENTION]
     assert stored[NO_ATTENTION] == rows[3]
@@ -157,18 +157,11 @@ def test_only_the_same_run_goes_on(changed, named):
         scene_rows.finished_rows(stored, same | changed)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 128, "is_dilated": True}, "larger than the training size, 128"),
-        ({"size": 192, "is_dilated": True}, "there are ScaleCrafter settings for 256 x 256"),
-    ],
-)
-def test_sizes_are_refused_before_the_work(options, message):
-    pipe = two_level_pipe()
+def test_sizes_are_refused_before_the_work():
+    pipe, settings = two_level_pipe(), Sampling(size=192, is_dilated=True)
     pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
-    with pytest.raises(ValueError, match=message):
-        score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
+    with pytest.raises(ValueError, match="there are ScaleCrafter settings for 256 x 256"):
+        score(pipe, ["M4"], [sample_scene(0)], None, settings)
 
 
 def test_dilation_is_applied_and_told():
@@ -289,7 +282,7 @@ def test_runs_that_share_noise_are_not_merged():
     assert len(scene_rows.merge_runs([first, third])) == 1
 
 
-def test_the_merge_command(tmp_path, monkeypatch, capsys):
+def test_the_merge_command(tmp_path):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     commands = [f"python -m eval scenes --first-seed {seed}" for seed in (1, 3)]
     for file, command, fid in zip(files, commands, (1, 3), strict=True):
@@ -297,8 +290,7 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
         run |= {"model": "mini-sd"}
         run["rows"] += [{**run["rows"][0], "method": "M5"}] * (fid == 3)
         report.save_json(file, command=command, device="cpu", **run)
-    run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
-    shown = capsys.readouterr().out
+    shown = run_command("merge", *files, "--output", tmp_path / "both.json")
     assert "| M4 | - | - | 2.000 ± 1.000 |" in shown
     assert "Left out because a seed lacks it: M5, levels []" in shown
     document = json.loads((tmp_path / "both.json").read_text())
@@ -319,14 +311,9 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
         ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
     ],
 )
-def test_the_merge_command_names_a_file_that_does_not_fit(
-    tmp_path, monkeypatch, capsys, content, message
-):
+def test_the_merge_command_names_a_file_that_does_not_fit(tmp_path, content, message):
     """Catches a traceback, and a sentence that does not say which file it is."""
     (tmp_path / "x.json").write_text(json.dumps(content))
-    code, last = failed_command(
-        monkeypatch, capsys, "merge", tmp_path / "x.json", "--output", tmp_path / "y.json"
-    )
-    assert code == 2
+    last = failed_command("merge", tmp_path / "x.json", "--output", tmp_path / "y.json")
     assert re.search(message, last)
     assert not (tmp_path / "y.json").exists()

@@ -39,13 +39,13 @@ def rows_of(path):
     return {row["plan"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
+def test_images_of_prompts_that_were_not_probed(tmp_path):
     """Catches images of another plan than the one whose time and error are told."""
     two_level_pipe().save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1,2"]
     arguments += ["--tolerances", "0.00001,0.5", "--methods", f"{COARSE}/own,tome@.5"]
     arguments += ["--output", tmp_path]
-    run_command(monkeypatch, "tolerance", *arguments)
+    run_command("tolerance", *arguments)
     rows = rows_of(tmp_path / "tolerance_levels01.json")
     asked, exact = rows["tolerance 1e-05"], rows["exact"]
     assert (asked["psnr"], asked["times_as_fast"]) == (exact["psnr"], 1)
@@ -65,11 +65,11 @@ def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_every_step_is_timed_on_a_gpu(tmp_path, monkeypatch):
+def test_every_step_is_timed_on_a_gpu(tmp_path):
     two_level_pipe().save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1"]
     arguments += ["--tolerances", "0.5", "--methods", "M4/own,tome@.5", "--output", tmp_path]
-    run_command(monkeypatch, "tolerance", *arguments, "--device", "cuda")
+    run_command("tolerance", *arguments, "--device", "cuda")
     assert all(row["ms"] > 0 for row in rows_of(tmp_path / "tolerance_levels01.json").values())
 
 
@@ -94,7 +94,7 @@ def noise(name, size):
 
 
 @torch.no_grad()
-def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, capsys):
+def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch):
     """Catches errors of the photographs that were probed, and features of a model without AVQ."""
     monkeypatch.setattr(tolerance, "photograph", noise)
     monkeypatch.setattr(tolerance, "PHOTOGRAPHS", ("a", "b", "c", "d"))
@@ -103,7 +103,7 @@ def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, cap
     model.save_pretrained(tmp_path / "tiny")
     arguments = ["--model", tmp_path / "tiny", "--size", 80, "--probed", 2, "--images", 2]
     arguments += ["--tolerances", "0.5", "--output", tmp_path]
-    run_command(monkeypatch, "vision", "tolerance", *arguments)
+    printed = run_command("vision", "tolerance", *arguments)
     rows = rows_of(tmp_path / "vision_tolerance_tiny_80_cpu.json")
     expected = []
     for name in "ab":
@@ -115,4 +115,4 @@ def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, cap
         remove_avq(model)
     assert rows[COARSE]["errors"] == pytest.approx(expected, rel=1e-3)
     assert 0 < rows[COARSE]["columns"] <= rows[FINE]["columns"]
-    assert "| tolerance 0.5 |" in capsys.readouterr().out
+    assert "| tolerance 0.5 |" in printed

@@ -57,13 +57,11 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_model_is_measured_to_json_and_plot(folder, tmp_path, monkeypatch):
+def test_a_model_is_measured_to_json_and_plot(folder, tmp_path):
     """Catches a method that does not run, errors against something else than exact attention, and
     codebooks of other layers."""
     arguments = ("--sizes", 224, "--images", 2, "--methods", ",".join(METHODS))
-    run_command(
-        monkeypatch, "vision", "features", "--model", folder, *arguments, "--output", tmp_path
-    )
+    run_command("vision", "features", "--model", folder, *arguments, "--output", tmp_path)
     path = tmp_path / "vision_features_model_cpu.json"
     rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == METHODS
