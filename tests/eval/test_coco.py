@@ -1,6 +1,7 @@
 """Rows of COCO: generated, killed, resumed and scored."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -264,12 +265,19 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
     assert fewer["clip_score"] == pytest.approx(cosines[:3].mean(), abs=1e-5)
 
 
+def png(height, width):
+    file = io.BytesIO()
+    noise(height, width)[1].save(file, "PNG")
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("file", "content", "changes", "message"),
     [
         ("manifest.json", None, {}, "has no manifest.json; make its images"),
         ("images/000001.png", None, {}, "lacks 1 of 3 images, such as 000001.png; run this again"),
         ("images/000003.png", b"more", {}, "images has 4 files for 3 captions"),
+        ("images/000001.png", png(64, 32), {}, "000001.png cannot be .* 32 x 64 pixels, not 64 x"),
         ("captions.txt", b"one\ntwo\nthree\n", {}, "is not what the images were made from"),
         ("a", b"", {"real": "nothing"}, "no images in nothing; unpack there .*val2014.zip, whose"),
         ("a", b"", {"real": "single"}, "at least 2 real images are needed, but .*single has 1"),

@@ -44,20 +44,21 @@ def test_the_command_that_is_kept(monkeypatch):
         assert command_line() == "python -m eval x --methods 'm 1,exact'"
 
 
-def test_a_result_is_json_with_its_environment(tmp_path):
+def test_a_result_is_json_with_its_environment(tmp_path, monkeypatch):
     """Infinity and NaN become null at any depth, other numbers stay."""
+    monkeypatch.setattr(sys, "argv", ["eval", "x", "--size", "64", "--output", str(tmp_path)])
     path = tmp_path / "new" / "x.json"
     rows = [{"a": float("inf"), "b": (1.5, float("nan")), "c": [-float("inf"), None, 2]}]
-    report.save_json(path, command="python -m eval x", device="cpu", rows=rows)
+    report.save_json(path, device="cpu", rows=rows)
     document = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert document["rows"] == [{"a": None, "b": [1.5, None], "c": [None, None, 2]}]
-    assert document["command"] == "python -m eval x"
+    assert document["command"] == "python -m eval x --size 64"
     assert document["environment"]["torch"] == version("torch")
     assert {"date", "commit", "device", "python", "diffusers"} <= set(document["environment"])
     assert "CPU" in document["environment"]["device"]
     before = path.read_bytes()
     with pytest.raises(TypeError, match="not JSON serializable"):
-        report.save_json(path, command="second", device="cpu", rows=[object()])
+        report.save_json(path, device="cpu", rows=[object()])
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["x.json"]
 
