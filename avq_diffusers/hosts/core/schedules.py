@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import is_within
 from avq_diffusers.hosts.core.host import Hosted
-from avq_diffusers.hosts.core.installing import CHANGES, hooks_of
+from avq_diffusers.hosts.core.installing import hooks_of
 from avq_diffusers.hosts.core.layers import ATTRIBUTE, LayerSpec
 from avq_diffusers.hosts.core.state import LayerState, SpecSchedule
 from avq_diffusers.hosts.core.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
@@ -79,6 +79,8 @@ def planned_specs(
 def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> None:
     """Set the options of a model's layers by timestep; others stay as they are.
 
+    The caller holds `CHANGES`.
+
     Args:
         hosted: the model.
         schedules: of its layers; those of other models are left out.
@@ -87,18 +89,17 @@ def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> N
     own = {state: schedules[state] for state in states if state in schedules}
     if timesteps is None and any(len(schedule) > 1 for schedule in own.values()):
         raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
-    with CHANGES:
-        for state, schedule in own.items():
-            state.set_schedule(schedule)
-        if timesteps is None:
-            return
-        scheduled = [state for state in states if len(state.schedule) > 1]
-        hooks = hooks_of(hosted.model)
-        hooks.detach()
-        hooks.scheduler = Scheduler(hosted.entrance, timesteps, scheduled) if scheduled else None
-        hooks.attach(hosted.model)
-        if hooks.scheduler is None and hooks.watch is None:
-            delattr(hosted.model, ATTRIBUTE)
+    for state, schedule in own.items():
+        state.set_schedule(schedule)
+    if timesteps is None:
+        return
+    scheduled = [state for state in states if len(state.schedule) > 1]
+    hooks = hooks_of(hosted.model)
+    hooks.detach()
+    hooks.scheduler = Scheduler(hosted.entrance, timesteps, scheduled) if scheduled else None
+    hooks.attach(hosted.model)
+    if hooks.scheduler is None and hooks.watch is None:
+        delattr(hosted.model, ATTRIBUTE)
 
 
 class Scheduler(NamedTuple):
