@@ -294,7 +294,7 @@ class MeasuredLayer:
             is_served = tensors.key.shape[2] >= self.spec.least_keys
             self.is_probed = is_served and self.runs.turn == self.turn
             if self.is_probed:
-                self.costs = [self._cost(tensors, threshold) for threshold in self.runs.thresholds]
+                self.costs = [self._cost(tensors, spec) for spec in self._tried()]
         return exact
 
     def probe(self, repeat: Repeat) -> None:
@@ -302,12 +302,10 @@ class MeasuredLayer:
         if not self.is_probed:
             return
         self.is_probed = False
-        squared = [
-            repeat({self.layer.name: self.spec.changed(threshold=threshold)})
-            if self.runs.is_last_part or number == MIDDLE
-            else np.nan
-            for number, threshold in enumerate(self.runs.thresholds)
-        ]
+        squared = [np.nan] * len(self.costs)
+        for number, spec in enumerate(self._tried()):
+            if self.runs.is_last_part or number == MIDDLE:
+                squared[number] = repeat({self.layer.name: spec})
         self.probes[self.runs.start].append(np.array([squared, *zip(*self.costs, strict=True)]))
 
     def effects(self, starts: Collection[int], called: float) -> LayerEffects:
@@ -332,9 +330,11 @@ class MeasuredLayer:
             parts[start] = Measured(*([float(f"{x:.4g}") for x in row] for row in rows))
         return LayerEffects(self.layer, max(1, self.num_tokens), called * self.exact_time, parts)
 
-    def _cost(self, tensors: Tensors, threshold: float) -> tuple[float, float]:
-        """The columns with a threshold, and the time relative to exact attention's."""
-        spec = self.spec.changed(threshold=threshold)
+    def _tried(self) -> list[Spec]:
+        return [self.spec.changed(threshold=threshold) for threshold in self.runs.thresholds]
+
+    def _cost(self, tensors: Tensors, spec: Spec) -> tuple[float, float]:
+        """The columns of a call, and its time relative to exact attention's."""
         shown = attend(tensors, spec).shown
         assert shown is not None
         columns = float(shown.sum(dim=-1).double().mean())

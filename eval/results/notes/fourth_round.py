@@ -7,7 +7,8 @@ Commit 8281089 has the code before thresholds:
     PYTHONPATH=. python eval/results/notes/fourth_round.py operation now.json
 
 The other parts are `mini-sd`, `mini-sd3`, `FOLDER` (of eval.keys.vit's `download_vit`) and, each
-with empty caches, `first/sd15/1024`, `first/sd35-medium/2048` and `first/flux/2048`.
+with empty caches, `first/sd15/1024`, `first/sd35-medium/2048` and `first/flux/2048`. It only uses
+what both commits have, so some small functions stand here although today's `eval` has them.
 """
 
 import json
