@@ -214,6 +214,16 @@ def empty_shown(query: Tensor, query_tile: int) -> Tensor:
     return query.new_empty(batch, heads, num_tiles, 2, dtype=torch.int32)
 
 
+def mean_columns(shown: Tensor | None) -> float:
+    """Codewords and keys that a query tile of an AVQ call attends to, on average; waits for a GPU.
+
+    Args:
+        shown: `Attended.shown`.
+    """
+    assert shown is not None
+    return shown.sum(dim=-1, dtype=torch.float32).mean().item()
+
+
 def _check_tokens(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}.")

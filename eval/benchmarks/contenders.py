@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from avq_diffusers import avq_attention
 from avq_diffusers.attention.api import attend
-from avq_diffusers.attention.tensors import Tensors
+from avq_diffusers.attention.tensors import Tensors, mean_columns
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
-from eval.keys.calls import mean_columns, relative_error
+from eval.keys.calls import relative_error
 from eval.methods.avq import config_label, method_name
 from eval.methods.registry import parse_method
 
@@ -142,7 +142,7 @@ class Bench:
         columns = config.columns
         if columns is None:
             call = Tensors.of(**tensors(0, self.dtype))
-            columns = mean_columns(attend(call, config.spec, timed))
+            columns = mean_columns(attend(call, config.spec, timed).shown)
 
         suffix = f", {num_sinks} sinks" if num_sinks else ""
         has_stored = own and config.num_refined is not None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, select_layers, set_threshold
 from avq_diffusers.attention.api import attend
-from avq_diffusers.attention.tensors import Attended, Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors, mean_columns
 from avq_diffusers.config import Spec
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from eval.benchmarks.contenders import backends
@@ -261,8 +261,8 @@ def _thresholds(
 
 
 def _columns(layer: Any) -> float:
-    """Codewords and keys that a query tile attended to in the layer's last call, on average."""
-    return layer.avq_state.shown.sum(-1).double().mean().item()
+    """Of the layer's last call."""
+    return mean_columns(layer.avq_state.shown)
 
 
 def _runs_avq(state: Any, *, is_compiled: bool) -> bool:

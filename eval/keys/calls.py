@@ -12,7 +12,7 @@ from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.exact import exact_attention
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.attention.tensors import NUM_TOKENS, Attended, Tensors
+from avq_diffusers.attention.tensors import NUM_TOKENS, Attended, Tensors, mean_columns
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts import attention_replaced
 
@@ -72,7 +72,7 @@ def columns_noted(model: nn.Module) -> Iterator[list[float]]:
 
     def attend_and_note(tensors: Tensors, spec: Spec, backend: str) -> Attended:
         attended = attend(tensors, spec, backend)
-        noted.append(mean_columns(attended))
+        noted.append(mean_columns(attended.shown))
         return attended
 
     layers = [layer.avq_state for layer in select_layers(model)]
@@ -84,12 +84,6 @@ def columns_noted(model: nn.Module) -> Iterator[list[float]]:
     finally:
         for state in states:
             state.function = None
-
-
-def mean_columns(attended: Attended) -> float:
-    """Codewords and keys of the grid that a query tile of an AVQ call attends to, on average."""
-    assert attended.shown is not None
-    return float(attended.shown.sum(dim=-1).double().mean())
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:

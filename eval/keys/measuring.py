@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks, select_layers
 from avq_diffusers.attention.api import attend
-from avq_diffusers.attention.tensors import Attended, Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors, mean_columns
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.keys.calls import answered, exactly, mean_columns, relative_error
+from eval.keys.calls import answered, exactly, relative_error
 from eval.keys.subjects import Subject
 from eval.methods.avq import Stored
 from eval.methods.base import KEYS, AttentionMethod
@@ -116,7 +116,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
             if attended.shown is None:
                 columns = methods[name].columns(num_tokens)
             else:
-                columns = mean_columns(attended)
+                columns = mean_columns(attended.shown)
             of_call = _Found(relative_error(attended.output, exact), columns)
             of_layer.setdefault(name, []).append(of_call)
         if call.query.is_cuda:  # to be timed

@@ -21,13 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from avq_diffusers import (
     AVQConfig,
     apply_avq,
-    avq_attention,
     avq_disabled,
     select_layers,
     set_threshold,
     summary,
 )
 from avq_diffusers.attention import limits
+from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.tensors import Tensors, mean_columns
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core import columns, routing
 from avq_diffusers.hosts.core import state as states
@@ -42,7 +43,10 @@ from avq_diffusers.hosts.core.routing import (
     measure,
 )
 
-WORKLOAD = Workload(16, 40, Spec(num_parents=64, num_refined=16, num_children=8), torch.float16)
+WORKLOAD = Workload(
+    16, 40, Spec(num_parents=64, num_refined=16, num_children=8), 192, torch.float16
+)
+ON_CPU = replace(WORKLOAD, dtype=torch.float32)
 NUM_TOKENS = 1024
 FOUND = BreakEven(NEVER, NUM_TOKENS, NUM_TOKENS, 0)  # between the two of `measured`
 KEY = "GPU X, float16, 16 rows, D40, 192 columns, M64P16C8, tiles of 128"
@@ -63,7 +67,7 @@ def measured(monkeypatch):
     """What was measured on a GPU with break-evens of 2048 and 512 tokens."""
     measurements, least = [], {"eager": 2048, "compiled": 512}
 
-    def measure(names, dtype, device, trial):
+    def measure(names, workload, device, trial):
         measurements.append((trial.num_tokens, *names))
         return {name: trial.num_tokens >= least[name] for name in names}
 
@@ -71,8 +75,13 @@ def measured(monkeypatch):
     return measurements
 
 
-def trial(num_tokens=NUM_TOKENS, attend=avq_attention):
-    return Trial(attend, (2, num_tokens, 8, 40), num_tokens)
+def trial(num_tokens=NUM_TOKENS, num_beside=0, batch_heads=(2, 8)):
+    batch, heads = batch_heads
+    return Trial(attend_with, (batch, num_tokens + num_beside, heads, 40), num_tokens)
+
+
+def attend_with(spec, **tensors):
+    return attend(Tensors.of(**tensors), spec)
 
 
 TRIAL = trial()
@@ -228,22 +237,22 @@ class TestCPU:
         """Catches two measurements of one time, and a cost of launches, which a CPU has not."""
         times += 4 * [0.9]
         names = "eager", "compiled"
-        found = measure(names, torch.float32, torch.device("cpu"), TRIAL)
+        found = measure(names, ON_CPU, torch.device("cpu"), TRIAL)
         assert found == dict.fromkeys(names, True)
 
     def test_one_slow_call_decides_nothing(self, times):
         """Catches the first call, which also warms up, as the time."""
         times += [9.0, 1.1, 0.9, 1.1]
-        assert measure(["eager"], torch.float32, torch.device("cpu"), TRIAL) == {"eager": True}
+        assert measure(["eager"], ON_CPU, torch.device("cpu"), TRIAL) == {"eager": True}
 
     def test_long_calls_are_timed_twice(self, times):
         """Catches minutes before the first step of a large model, and one call that decides alone:
         the first may take long because it warms up, or something else runs."""
         times += [400.0, 350.0]
-        assert measure(["eager"], torch.float32, torch.device("cpu"), TRIAL) == {"eager": False}
+        assert measure(["eager"], ON_CPU, torch.device("cpu"), TRIAL) == {"eager": False}
         assert not times
         times += [400.0, 0.9, 1.1, 1.1]
-        assert measure(["eager"], torch.float32, torch.device("cpu"), TRIAL) == {"eager": True}
+        assert measure(["eager"], ON_CPU, torch.device("cpu"), TRIAL) == {"eager": True}
         assert not times
 
     def test_one_batch_element_is_timed(self, times, monkeypatch):
@@ -251,16 +260,15 @@ class TestCPU:
         shapes = []
         monkeypatch.setattr(routing, "_both_attentions", lambda *call: shapes.append(call[2].shape))
         with suppress(TypeError):
-            measure(["eager"], torch.float32, torch.device("cpu"), TRIAL)
+            measure(["eager"], ON_CPU, torch.device("cpu"), TRIAL)
         assert shapes == [(1, *TRIAL.shape[1:])]
 
 
 @pytest.mark.parametrize(("num_tokens", "is_faster"), [(8192, True), (64, False)])
 def test_real_times_of_a_cpu(num_tokens, is_faster):
-    """Columns per query: 212 of AVQ, against 8192 and 64."""
-    attend = partial(avq_attention, num_refined=16)
-    layer = Trial(attend, (2, num_tokens, 1, 40), num_tokens, num_keys=20)
-    found = measure(["eager"], torch.float32, torch.device("cpu"), layer)
+    """Columns per query: 192 of AVQ, against 8192 and 64."""
+    layer = trial(num_tokens, batch_heads=(2, 1))
+    found = measure(["eager"], ON_CPU, torch.device("cpu"), layer)
     assert found == {"eager": is_faster}
 
 
@@ -341,31 +349,35 @@ def test_a_measurement_is_short_and_says_so(monkeypatch, capfd, milliseconds):
     monkeypatch.setattr(routing, "_elapsed", elapsed)
     monkeypatch.setattr(routing, "_captured", captured)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    found = measure(("eager", "compiled"), torch.float16, torch.device("cuda"), TRIAL)
+    found = measure(("eager", "compiled"), WORKLOAD, torch.device("cuda"), TRIAL)
     gain = milliseconds / 2
     assert found == {"eager": gain > 0.2, "compiled": gain > 0.04}
     assert sum(clock) <= 3000
     assert "measures once which attention is faster with 1024 tokens" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["M4P2C2", "M4C2Tinf"])
 @pytest.mark.parametrize("make", [small_unet, flux_transformer, sd3_transformer])
-def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
+def test_a_measurement_runs_the_kernels_of_the_layer(make, name, monkeypatch):
     """Catches a layout, order or option of its own, for which kernels would compile again."""
-    model, looks = make(), []
-    config = AVQConfig.parse("M4P2C2", query_tile=16)
+    model, looks, of_trials = make(), [], []
+    config = AVQConfig.parse(name, query_tile=16)
 
     def look(tensors, spec, backend):
         facts = [
             (x.shape, x.stride()[1:], x.dtype) if isinstance(x, torch.Tensor) else x
             for x in tensors
         ]
-        looks.append((spec, backend, *facts))
+        looks.append((spec.any_refinement, backend, *facts))
         return original(tensors, spec, backend)
 
     def learn(route, workload, device, trial, ranks):
-        avq, exact, share = routing._both_attentions(workload.dtype, device, trial)
+        before = len(looks)
+        avq, exact, share = routing._both_attentions(workload, device, trial)
         assert avq().output.shape == exact().shape
         assert share == 1
+        of_trials.extend(looks[before:])
+        del looks[before:]
 
     original = states.attend
     monkeypatch.setattr(states, "attend", look)
@@ -373,10 +385,10 @@ def test_a_measurement_runs_the_kernels_of_the_layer(make, monkeypatch):
     monkeypatch.setattr(LayerRoute, "learn", learn)
     monkeypatch.setattr(LayerRoute, "is_open", lambda *call: True)
     predict_of = predict if make is small_unet else predict_tokens
-    predict_of(model)
-    of_layers = len(looks) // 2
-    assert of_layers == len(calls(model))
-    assert sorted(map(str, looks[:of_layers])) == sorted(map(str, looks[of_layers:]))
+    for _ in range(2):  # the first call with a threshold tells the columns
+        predict_of(model)
+    assert len(looks) == 2 * len(calls(model))
+    assert {*map(str, looks)} == {*map(str, of_trials)}
 
 
 def test_what_needs_no_measurement(monkeypatch):
@@ -412,11 +424,9 @@ class TestThreshold:
         """Workloads and trials of 256 tokens that were measured: AVQ is faster up to 80 columns."""
         trials = []
 
-        def measure(names, dtype, device, trial):
-            spec = trial.attend.args[0].spec
-            columns = spec.columns + trial.num_keys
-            trials.append((str(spec), trial.num_keys))
-            return dict.fromkeys(names, columns <= 80)
+        def measure(names, workload, device, trial):
+            trials.append((str(workload.spec), workload.columns))
+            return dict.fromkeys(names, workload.columns <= 80)
 
         monkeypatch.setattr(routing, "MEASURED", ("cuda", "cpu"))
         monkeypatch.setattr(routing, "measure", measure)
@@ -449,7 +459,7 @@ class TestThreshold:
         predict(set_threshold(unet, math.inf))
         assert not trials  # the first call tells
         predict(unet)
-        assert {*trials} == {("M4P0C2", 0)}
+        assert {*trials} == {("M4C2T1e-4", 4)}
         assert calls(unet) == [{"AVQ": 2}]
         set_threshold(unet, {1000: math.inf, 5: 0})
         for _ in range(3):
@@ -521,43 +531,34 @@ class TestThreshold:
         exact = predict(unet, batch=2)
         compile_callers(apply_avq(unet, self.CONFIG.changed(threshold=math.inf)))
         torch.testing.assert_close(predict(unet, batch=2), exact)
-        assert {*trials} == {("M4P4C2", 192)}  # the usual columns
+        assert {*trials} == {("M4C2T1e-4", 192)}  # the usual columns
         assert {*names} == {"compiled"}
-
-    def test_the_columns_that_stand_for_others(self):
-        """Catches fewer columns than a layer needs, many more, and one measurement for each."""
-        own, flat = Spec(), Spec(num_children=0)
-        for spec in (own, flat):
-            kinds = set()
-            for needed in range(64, 2000):
-                timed, num_keys = columns.with_columns(spec, needed)
-                assert needed <= timed.columns + num_keys <= 1.5 * needed + 8
-                assert timed.query_tile == spec.query_tile
-                kinds.add((timed, num_keys))
-            assert len(kinds) < 36
-        timed = [columns.with_columns(own, needed) for needed in (40, 192, 576, 700)]
-        assert [(str(spec), num_keys) for spec, num_keys in timed] == [
-            *(("M64P0C8", 0), ("M64P16C8", 0), ("M64P64C8", 0), ("M64P64C8", 128))
-        ]
 
 
 def test_some_heads_stand_for_all(monkeypatch):
     """Catches seconds of exact attention of one large call."""
     monkeypatch.setitem(routing._MOST_LOGITS, "cpu", 4 * 48**2)
-    large = Trial(avq_attention, (2, 48, 8, 16), 40)
-    _, exact, share = routing._both_attentions(torch.float32, torch.device("cpu"), large)
-    assert exact().shape == (1, 4, 48, 16)
+    large = trial(40, num_beside=8)
+    _, exact, share = routing._both_attentions(ON_CPU, torch.device("cpu"), large)
+    assert exact().shape == (1, 4, 48, 40)
     assert share == 1 / 4
 
 
-def test_keys_that_stand_for_exact_ones():
-    """Catches a time without them, and one of exact attention with more keys than there are."""
-    for num_others, num_keys in ((0, 9), (8, 9), (8, 0), (0, 0)):
-        both = Trial(lambda *args, **named: named, (2, 40 + num_others, 8, 16), 40, num_keys)
-        avq, exact, _ = routing._both_attentions(torch.float32, torch.device("cpu"), both)
-        sinks = avq()["sink_key"]
-        assert (0 if sinks is None else sinks.shape[2]) == num_others + num_keys
-        assert exact.args[1].shape[2] == 40 + num_others
+@pytest.mark.parametrize("wanted", [64, 96, 192, 448, 900])
+def test_random_tokens_need_the_columns_of_the_layer(wanted):
+    """Catches the time of a call that attends to fewer columns than the layer, or to more."""
+    for num_beside in (0, 8):
+        timed = trial(1024, num_beside, batch_heads=(1, 2))
+        workload = Workload(2, 40, Spec(), wanted, torch.float32)
+        avq, _, _ = routing._both_attentions(workload, torch.device("cpu"), timed)
+        assert mean_columns(avq().shown) == pytest.approx(wanted, rel=0.05)
+
+
+def test_numbers_of_columns_are_rounded_up():
+    """Catches a time of too few columns, or of many more, and a measurement for each number."""
+    rounded = {needed: columns.rounded_up(needed) for needed in range(64, 2000)}
+    assert all(needed <= found <= 1.26 * needed for needed, found in rounded.items())
+    assert len({*rounded.values()}) < 24
 
 
 def test_the_workload_of_a_call(unet):
@@ -566,7 +567,7 @@ def test_the_workload_of_a_call(unet):
     state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
     sizes = {"num_parents": 4, "num_refined": 1, "num_children": 2}
     spec = Spec(**sizes, query_tile=16)
-    workload = Workload(8, 8, spec, torch.float32)
+    workload = Workload(8, 8, spec, 6, torch.float32)
     given = torch.float32, torch.device("cpu")
     for batch in (3, 4):  # of two heads, rounded up to a power of two
         assert state.workload(batch, *given, spec) == workload
@@ -574,8 +575,8 @@ def test_the_workload_of_a_call(unet):
         half = state.workload(3, *given, spec)
     assert half == replace(workload, dtype=torch.bfloat16)
     coarse = state.workload(4, *given, spec.changed(threshold=0.1))  # counts as usual
-    assert coarse == replace(workload, spec=spec.changed(num_refined=4), num_keys=192)
-    assert "M4P4C2, tiles of 16, 192 keys" in coarse.key(given[1])
+    assert coarse == replace(workload, spec=spec.changed(threshold=1e-4), columns=192)
+    assert "192 columns, M4C2T1e-4, tiles of 16" in coarse.key(given[1])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
@@ -593,8 +594,7 @@ def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
 
 @pytest.mark.gpu
 def test_long_sequences_are_worth_it_on_a_gpu():
-    attend, device = partial(avq_attention, num_refined=16), torch.device("cuda", 0)
-    names = "eager", "compiled"
+    names, device = ("eager", "compiled"), torch.device("cuda", 0)
     for num_tokens, is_faster in ((16384, True), (64, False)):
-        found = measure(names, torch.float16, device, trial(num_tokens, attend))
+        found = measure(names, WORKLOAD, device, trial(num_tokens))
         assert found == dict.fromkeys(names, is_faster)

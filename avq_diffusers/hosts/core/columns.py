@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from avq_diffusers.attention.tensors import mean_columns
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core.ranks import Ranks, agreed
 from avq_diffusers.hosts.core.routing import Workload, next_power_of_two
@@ -15,24 +15,10 @@ USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
 LAST_READING = 16  # calls after which the choice of attention stays, so that images repeat
 
 
-def with_columns(spec: Spec, columns: int) -> tuple[Spec, int]:
-    """Options of the paper's form, and a number of keys, that show about as many columns.
-
-    Rounded up to two binary digits, so that few calls are measured.
-
-    Args:
-        spec: options with a threshold.
-        columns: codewords and keys that a query tile attends to.
-    """
-    further = max(0, columns - spec.num_parents)
-    refined = min(spec.most_refined, _rounded_up(-(-further // max(1, spec.num_children))))
-    num_keys = _rounded_up(max(0, further - refined * spec.num_children))
-    return spec.changed(num_refined=refined), num_keys
-
-
-def _rounded_up(number: int) -> int:
-    step = max(1, next_power_of_two(number) // 4)
-    return -(-number // step) * step
+def rounded_up(columns: int) -> int:
+    """To three binary digits, so that few numbers of columns are measured."""
+    step = max(1, next_power_of_two(columns) // 8)
+    return -(-columns // step) * step
 
 
 @dataclass
@@ -68,6 +54,4 @@ class Needed:
             self.workloads.clear()
 
     def _columns_of(self, shown: Tensor | None) -> int:
-        if shown is None:
-            return self.columns
-        return math.ceil(shown.sum(dim=-1, dtype=torch.float32).mean().item())
+        return self.columns if shown is None else math.ceil(mean_columns(shown))

@@ -7,7 +7,8 @@ down: a call of a size about which nothing is known is measured first, which tak
 progress. Results are cached in `routes.json` in the user's cache folder, like times that a
 tolerance chooses from.
 
-A call with a threshold counts as one of the paper's form with as many columns (`columns`).
+The time of a call with a threshold depends on the columns that its tokens need (`columns`): random
+tokens are given a threshold at which they need as many.
 """
 
 import json
@@ -26,6 +27,7 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 from tqdm import tqdm
 
+from avq_diffusers.attention.tensors import Attended, mean_columns
 from avq_diffusers.config import Spec, check_int
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.core.ranks import Ranks, agreed
@@ -35,6 +37,9 @@ NEVER = 2**31
 MEASURED = "cuda", "cpu"  # types of devices; on others, AVQ always runs
 _ROUNDS, _CALLS = 3, 10
 _LONG = 10.0  # milliseconds from which calls are timed one by one: launches no longer matter
+# Of random tokens: from all keys to none but the parents.
+_LEAST_THRESHOLD, _LARGEST_THRESHOLD = 1e-9, 10.0
+_BISECTIONS, _CLOSE = 12, 0.03
 # Logits of exact attention; beyond that, only some heads are timed.
 _MOST_LOGITS = {"cuda": 2**31, "cpu": 2**25}
 _LONG_ON_CPU = 300.0  # milliseconds of both attentions from which they are timed only twice
@@ -61,30 +66,23 @@ class Workload:
     Attributes:
         batch_heads: batch times heads, rounded up by `next_power_of_two`.
         head_dim: D.
-        spec: options of the call, without a threshold.
+        spec: options of the call; one threshold stands for all.
+        columns: codewords and keys that each query attends to.
         dtype: dtype of the activations.
-        num_keys: keys that each query attends to beside codewords.
     """
 
     batch_heads: int
     head_dim: int
     spec: Spec
+    columns: int
     dtype: torch.dtype
-    num_keys: int = 0
-
-    @property
-    def columns(self) -> int:
-        """Codewords and keys that each query attends to."""
-        assert self.spec.columns is not None
-        return self.spec.columns + self.num_keys
 
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        keys = f", {self.num_keys} keys" if self.num_keys else ""
         return (
             f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {self.columns} columns, {self.spec.long_name}{keys}"
+            f"D{self.head_dim}, {self.columns} columns, {self.spec.long_name}"
         )
 
 
@@ -129,16 +127,14 @@ class Trial(NamedTuple):
     """A layer's calls, for measuring on random tokens with the same kernels.
 
     Attributes:
-        attend: computes a call of the layer.
+        attend: computes a call of the layer with the options that it is given first.
         shape: (B, N + T, H, D).
         num_tokens: N, the grid's tokens.
-        num_keys: how many of them are sinks, too.
     """
 
-    attend: Callable[..., Any]
+    attend: Callable[..., Attended]
     shape: tuple[int, int, int, int]
     num_tokens: int
-    num_keys: int = 0
 
 
 class LayerRoute:
@@ -265,7 +261,7 @@ def break_even(
     unknown = [name for name in known.unknown(trial.num_tokens) if name in names]
     if not unknown:
         return known
-    found = known.learned(trial.num_tokens, measure(unknown, workload.dtype, device, trial))
+    found = known.learned(trial.num_tokens, measure(unknown, workload, device, trial))
     _table()[workload.key(device)] = found._asdict()
     _keep(workload.key(device), found._asdict())
     return found
@@ -273,7 +269,7 @@ def break_even(
 
 @torch.no_grad()
 def measure(
-    names: Sequence[str], dtype: torch.dtype, device: torch.device, trial: Trial
+    names: Sequence[str], workload: Workload, device: torch.device, trial: Trial
 ) -> dict[str, bool]:
     """Whether AVQ is no slower, for `"eager"` and `"compiled"`; takes seconds.
 
@@ -282,9 +278,9 @@ def measure(
     """
     if device.type == "cpu":
         trial = trial._replace(shape=(1, *trial.shape[1:]))
-    avq, exact, share = _both_attentions(dtype, device, trial)
     text = f"AVQ measures once which attention is faster with {trial.num_tokens} tokens"
     with tqdm(total=1, desc=text, leave=False) as bar:
+        avq, exact, share = _both_attentions(workload, device, trial)
         if device.type == "cpu":
             is_faster = dict.fromkeys(names, _is_faster_on_cpu(avq, exact, share))
         else:
@@ -318,23 +314,27 @@ def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Any]
 
 
 def _both_attentions(
-    dtype: torch.dtype, device: torch.device, trial: Trial
+    workload: Workload, device: torch.device, trial: Trial
 ) -> tuple[Callable[[], Any], Callable[[], Any], float]:
     """AVQ on random tokens, exact attention on some of their heads, and the share of these."""
     generator = torch.Generator(device).manual_seed(0)
-    tokens = torch.randn(3, *trial.shape, generator=generator, device=device, dtype=dtype)
+    tokens = torch.randn(3, *trial.shape, generator=generator, device=device, dtype=workload.dtype)
     query, key, value = tokens.transpose(2, 3)
     batch, num_all, num_heads, _ = trial.shape
-    grid, beside = slice(trial.num_tokens), slice(trial.num_tokens - trial.num_keys, None)
-    has_sinks = num_all > beside.start
-    avq = partial(
+    grid, beside = slice(trial.num_tokens), slice(trial.num_tokens, None)
+    has_sinks = num_all > trial.num_tokens
+    with_spec = partial(
         trial.attend,
-        query,
-        key[:, :, grid],
-        value[:, :, grid],
+        query=query,
+        key=key[:, :, grid],
+        value=value[:, :, grid],
         sink_key=key[:, :, beside] if has_sinks else None,
         sink_value=value[:, :, beside] if has_sinks else None,
     )
+    spec = workload.spec
+    if spec.threshold is not None:
+        spec = _showing(workload.columns, with_spec, spec)
+    avq = partial(with_spec, spec)
     rows = max(1, _MOST_LOGITS[device.type] // num_all**2)
     if rows >= batch * num_heads:
         return avq, partial(F.scaled_dot_product_attention, query, key, value), 1.0
@@ -342,6 +342,19 @@ def _both_attentions(
     part = (x[:1, timed] for x in (query, key, value))
     share = timed.stop / (batch * num_heads)
     return avq, partial(F.scaled_dot_product_attention, *part), share
+
+
+def _showing(columns: int, attend: Callable[[Spec], Attended], spec: Spec) -> Spec:
+    """The same options with a threshold at which tiles attend to about this many columns."""
+    low, high = _LEAST_THRESHOLD, _LARGEST_THRESHOLD
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        spec = spec.changed(threshold=middle)
+        shown = mean_columns(attend(spec).shown)
+        if abs(shown - columns) < _CLOSE * columns:
+            break
+        low, high = (middle, high) if shown > columns else (low, middle)
+    return spec
 
 
 def _graph_milliseconds(function: Callable[[], Any]) -> float:

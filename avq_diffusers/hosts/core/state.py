@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -19,7 +18,7 @@ from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
-from avq_diffusers.hosts.core.columns import Needed, with_columns
+from avq_diffusers.hosts.core.columns import Needed, rounded_up
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.core.ranks import Joined, Ranks, joined_order
@@ -347,7 +346,7 @@ class LayerState:
             self.needed.workloads[place] = workload
         if workload.columns >= num_tokens:
             return NEVER_FASTER
-        return self.route.learn(workload, device, self._trial(call, workload, batch), call.ranks)
+        return self.route.learn(workload, device, self._trial(call, batch), call.ranks)
 
     def _measure_while_tracing(self, call: Call, tokens: Tokens) -> None:
         """Measure the route of a call that is being compiled, unless its sizes are symbols."""
@@ -379,15 +378,15 @@ class LayerState:
             spec, order = self.spec.get() or self.config.spec, self._order(grid, device)
             call = Call(order, spec, None, NO_BACKWARD, num_beside, beside_first)
             workload = self.workload(batch, dtype, device, spec)
-            trial = self._trial(call, workload, batch)
+            trial = self._trial(call, batch)
             if trial is not None and workload.columns < trial.num_tokens:
                 self.route.learn_compiled(workload, device, trial)
 
         with ThreadPoolExecutor(max_workers=1) as worker:
             worker.submit(learn).result()
 
-    def _trial(self, call: Call, workload: Workload, batch: int) -> Trial | None:
-        """A trial of the workload; None if the call cannot run AVQ, or has unusual settings."""
+    def _trial(self, call: Call, batch: int) -> Trial | None:
+        """A trial of such calls; None if the call cannot run AVQ, or has unusual settings."""
         assert call.query_order is not None
         num_tokens = call.query_order.shape[0]
         is_usual = self.function is None and self.backend == "auto"
@@ -396,8 +395,11 @@ class LayerState:
         # Kernels are the same for one token as for all that a layer's sequence may have.
         num_beside = 1 if call.num_beside == REST else call.num_beside
         shape = batch, num_tokens + num_beside, self._num_heads_in(call.ranks), self.head_dim
-        attend = partial(self._attended, call._replace(spec=workload.spec))
-        return Trial(attend, shape, num_tokens, workload.num_keys)
+
+        def attend(spec: Spec, **tensors: Any) -> Attended:
+            return self._attended(call._replace(spec=spec), **tensors)
+
+        return Trial(attend, shape, num_tokens)
 
     def _has_keys_for(self, spec: Spec, num_tokens: int) -> bool:
         """Whether this many tokens are enough to take the codewords from."""
@@ -417,15 +419,16 @@ class LayerState:
         ranks: Ranks | None = None,
     ) -> Workload:
         """The workload for a batch of tokens; with a threshold, that of the columns needed."""
-        num_keys = 0
-        if spec.threshold is not None:
-            spec, num_keys = with_columns(spec, self.needed.columns)
+        columns = spec.columns
+        if columns is None:
+            spec = spec.any_refinement
+            columns = rounded_up(max(spec.num_parents, self.needed.columns))
         return Workload(
             batch_heads=next_power_of_two(batch * self._num_heads_in(ranks)),
             head_dim=self.head_dim,
             spec=spec,
+            columns=columns,
             dtype=_autocast_dtype(device.type) or dtype,
-            num_keys=num_keys,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from avq_diffusers.attention.api import attend
 from avq_diffusers.attention.exact import exact_attention
-from avq_diffusers.attention.tensors import Attended, Tensors
+from avq_diffusers.attention.tensors import Attended, Tensors, mean_columns
 from avq_diffusers.config import AVQConfig, Spec, check_int
 from avq_diffusers.hosts.core import (
     EXACT,
@@ -335,9 +335,7 @@ class MeasuredLayer:
 
     def _cost(self, tensors: Tensors, spec: Spec) -> tuple[float, float]:
         """The columns of a call, and its time relative to exact attention's."""
-        shown = attend(tensors, spec).shown
-        assert shown is not None
-        columns = float(shown.sum(dim=-1).double().mean())
+        columns = mean_columns(attend(tensors, spec).shown)
         exact = self._time(tensors, tensors.key.shape[2], None)
         return columns, self._time(tensors, columns, spec) / exact
 
