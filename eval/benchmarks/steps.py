@@ -10,7 +10,7 @@ columns         codewords and keys that a query tile attends to, mean over the l
                 serve and their tiles; by_level has it per UNet level
 layers          layers that run AVQ, and those that AVQ can serve: the route keeps others exact
 ms              median time of a step
-exact_ms        that of exact attention in turns with it, in eager rows of AVQ: the host of a GPU
+exact_ms        that of exact attention in turns with it, in eager rows of others: the host of a GPU
                 gets slower and faster within seconds, by a third and more
 times_as_fast   time of exact attention divided by the row's
 seconds         what the row took, with building and compiling
@@ -171,7 +171,8 @@ def measured(bench: NetworkBench, case: Case, window: float) -> Row:
             if case.run == EAGER:
                 row |= {"peak_mib": _peak_mib(bench, inputs)} if bench.cuda else {}
                 output = eager
-                exact_step = [partial(bench.predict_exact, *inputs)] if case.method == AVQ else []
+                is_exact = case.method == EXACT
+                exact_step = [] if is_exact else [partial(bench.predict_exact, *inputs)]
                 times, *exact_times = _times(bench, inputs, window, exact_step)
                 for others in exact_times:
                     row["exact_ms"] = median(others) * bench.model.times

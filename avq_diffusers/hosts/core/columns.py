@@ -15,10 +15,10 @@ USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
 LAST_READING = 16  # calls after which the choice of attention stays, so that images repeat
 
 
-def rounded_up(columns: int) -> int:
+def rounded(columns: int) -> int:
     """To three binary digits, so that few numbers of columns are measured."""
     step = max(1, next_power_of_two(columns) // 8)
-    return -(-columns // step) * step
+    return round(columns / step) * step
 
 
 @dataclass

@@ -18,7 +18,7 @@ from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
-from avq_diffusers.hosts.core.columns import Needed, rounded_up
+from avq_diffusers.hosts.core.columns import Needed, rounded
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.core.ranks import Joined, Ranks, joined_order
@@ -422,7 +422,7 @@ class LayerState:
         columns = spec.columns
         if columns is None:
             spec = spec.any_refinement
-            columns = rounded_up(max(spec.num_parents, self.needed.columns))
+            columns = rounded(max(spec.num_parents, self.needed.columns))
         return Workload(
             batch_heads=next_power_of_two(batch * self._num_heads_in(ranks)),
             head_dim=self.head_dim,
