@@ -95,6 +95,7 @@ def set_break_even(unet, eager, compiled=NEVER):
             workload = state.workload(2, torch.float32, torch.device("cpu"), state.config.spec)
             key = torch.device("cpu"), workload
             state.route.break_even = {key: BreakEven(eager, compiled)}
+            state.settled = None
 
 
 def compile_callers(unet):
@@ -410,6 +411,23 @@ def test_what_needs_no_measurement(monkeypatch):
     assert not any(trials)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"height": 12, "width": 8},
+        {"encoder_hidden_states": torch.ones(2, 9, 32), "txt_ids": torch.zeros(9, 3)},
+    ],
+)
+def test_settled_calls_do_not_answer_for_others(other):
+    """Catches the query order of another grid of as many tokens, and another text's length."""
+    config = AVQConfig.parse("M4P2C2", query_tile=16)
+    fresh = predict_tokens(apply_avq(flux_transformer(), config), **other)
+    model = apply_avq(flux_transformer(), config)
+    for _ in range(2):
+        predict_tokens(model)
+    assert torch.equal(predict_tokens(model, **other), fresh)
+
+
 class TestThreshold:
     """The time of a call with a threshold depends on the columns that the layer needs."""
 
@@ -488,6 +506,30 @@ class TestThreshold:
             assert reads == [1, 2, 4, 8, 16]
             reads.clear()
 
+    def test_a_settled_call_is_not_decided_again(self, unet, trials, monkeypatch):
+        """Catches a step that waits for its host, and the decision for another dtype."""
+        begun, begin = [], states.LayerState._begun
+
+        def noted(*call):
+            begun.append(call)
+            return begin(*call)
+
+        monkeypatch.setattr(states.LayerState, "_begun", noted)
+        apply_avq(unet, self.CONFIG.changed(threshold=math.inf))
+        for _ in range(20):
+            predict(unet)
+        assert len(begun) == 17  # the first tells the columns, sixteen are counted
+        predict(set_threshold(unet, math.inf))  # the same, which a tolerance may have chosen before
+        assert len(begun) == 18
+        state = select_layers(unet, (0,))[0].avq_state
+        tokens = states.Tokens(torch.ones(2, 16, 16, 16), torch.float32, (16, 16))
+        for _ in range(20):
+            state.enter(tokens, None)
+        before = len(begun)
+        with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
+            state.enter(tokens, None)
+        assert len(begun) == before + 1
+
     def test_always_never_looks(self, unet, trials, reads):
         for route in ("always", 16):
             apply_avq(unet, self.CONFIG.changed(threshold=math.inf), route=route)
@@ -507,6 +549,19 @@ class TestThreshold:
         assert not reads
         assert {row.columns for row in summary(unet).rows} == {None}
         assert calls(unet) == [{"AVQ": 3}]
+
+    def test_what_was_recorded_is_measured_later(self, unet, trials, monkeypatch):
+        """Catches the answer for a call in a CUDA graph, which measures nothing, that stays."""
+        apply_avq(unet, AVQConfig.parse("M4P2C2", levels=(0,)))
+        between = BreakEven(4096, 4096, 16, 16)
+        monkeypatch.setattr(routing, "known_break_even", lambda *call: between)
+        with monkeypatch.context() as patch:
+            for module in (states, routing):
+                patch.setattr(module, "is_recorded", lambda device: True)
+            predict(unet)
+        assert not trials
+        predict(unet)
+        assert trials
 
     def test_compiled_code_counts_as_usual(self, unet, trials, reads):
         """Catches a graph break, and AVQ where the usual columns take longer."""

@@ -18,7 +18,7 @@ from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
-from avq_diffusers.hosts.core.columns import Needed, rounded
+from avq_diffusers.hosts.core.columns import LAST_READING, Needed, rounded
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.core.ranks import Joined, Ranks, joined_order
@@ -153,6 +153,7 @@ class LayerState:
         last_backend: the backend of the last AVQ call.
         shown: `Attended.shown` of the last AVQ call outside compiled code and CUDA graphs.
         needed: the columns that calls with a threshold need.
+        settled: what decided the last call and how it ran; None if the next one may run otherwise.
         function: computes attention in measurements and training; None is AVQ.
         bypassed_by: the processor class that computed the last call's attention out of AVQ's sight;
             None if none did.
@@ -186,6 +187,7 @@ class LayerState:
         self.last_backend: str | None = None
         self.shown: Tensor | None = None
         self.needed = Needed()
+        self.settled: tuple[tuple[Any, ...], Call] | None = None
         self.function: AttentionFunction | None = None
         self.bypassed_by: type | None = None
         self.usual_backend: AttentionBackendName | None = None
@@ -200,7 +202,7 @@ class LayerState:
         # A new object: threads hold values of the old one.
         self.spec = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
         self.calls, self.last_call = Counter(), None
-        self.shown, self.needed = None, Needed()
+        self.shown, self.needed, self.settled = None, Needed(), None
         self.allocation = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, num_tokens: int) -> None:
@@ -210,26 +212,44 @@ class LayerState:
 
     def enter(self, tokens: Tokens, exact_because: str | None, num_beside: int = 0) -> None:
         """Begin a call on a grid's tokens, with `num_beside` others beside them."""
-        hidden_states, dtype, grid, _, beside_first, ranks = tokens
-        device, order, joined = hidden_states.device, None, None
-        if isinstance(grid, str):
-            exact_because = exact_because or grid
+        if isinstance(tokens.grid, str):
+            exact_because = exact_because or tokens.grid
+        spec = self.spec.get()
+        if spec is None:
+            exact_because = SCHEDULED
+        if not self.enabled:
+            exact_because = DISABLED
+        hidden_states, *others = tokens
+        device = hidden_states.device
+        self.weights.move_to(device, tokens.dtype)
+        if torch.compiler.is_compiling():
+            self.call.set(self._begun(tokens, spec, exact_because, num_beside))
+            return
+        place = device, _autocast_dtype(device.type) or hidden_states.dtype, _backward()
+        facts = hidden_states.shape, *place, *others, spec, exact_because
+        if self.settled is None or self.settled[0] != facts:
+            call = self._begun(tokens, spec, exact_because, num_beside)
+            self.settled = (facts, call) if self._is_settled(call, device) else None
         else:
+            call = self.settled[1]
+        self.call.set(call)
+
+    def _begun(
+        self, tokens: Tokens, spec: Spec | None, exact_because: str | None, num_beside: int
+    ) -> Call:
+        """How the layer runs on these tokens."""
+        hidden_states, _, grid, _, beside_first, ranks = tokens
+        device, order, joined = hidden_states.device, None, None
+        if not isinstance(grid, str):
             # A tensor, not (h, w): torch.compile would guard each block on the two integers.
             self.last_order = order = self._order(grid, device)
             # All tokens of a packed sequence (`REST`) are one tensor, whose shards are in order.
             if ranks is not None and ranks.has_shards and num_beside > 0:
                 sizes = num_beside, prod(grid)
                 joined = joined_order(*sizes, beside_first, ranks.degree, device)
-        spec = self.spec.get()
-        if spec is None:
-            exact_because = SCHEDULED
-        if not self.enabled:
-            exact_because = DISABLED
-        chosen = spec or self.config.spec
         call = Call(
             order,
-            chosen,
+            spec or self.config.spec,
             exact_because,
             _backward(),
             num_beside,
@@ -237,12 +257,22 @@ class LayerState:
             ranks=ranks,
             joined=joined,
         )
-        self.call.set(call)
-        self.weights.move_to(device, dtype)
-        if exact_because is None and self.route.is_open(device):
-            if torch.compiler.is_compiling() and ranks is None:
-                self._measure_while_tracing(call, tokens)
-            self.call.set(call._replace(break_even=self._break_even(call, hidden_states)))
+        if exact_because is not None or not self.route.is_open(device):
+            return call
+        if torch.compiler.is_compiling() and ranks is None:
+            self._measure_while_tracing(call, tokens)
+        return call._replace(break_even=self._break_even(call, hidden_states))
+
+    def _is_settled(self, call: Call, device: torch.device) -> bool:
+        """Whether the next call on such tokens runs alike, in one process."""
+        if call.ranks is not None:
+            return False
+        if call.exact_because is not None or not self.route.is_open(device):
+            return True
+        if call.break_even is None or call.query_order is None:
+            return False
+        is_read = call.spec.threshold is None or self.needed.num_read >= LAST_READING
+        return is_read and not call.break_even.unknown(call.query_order.shape[0])
 
     def _order(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
         *frames, height, width = grid
