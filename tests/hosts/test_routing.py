@@ -95,7 +95,7 @@ def set_break_even(unet, eager, compiled=NEVER):
             workload = state.workload(2, torch.float32, torch.device("cpu"), state.config.spec)
             key = torch.device("cpu"), workload
             state.route.break_even = {key: BreakEven(eager, compiled)}
-            state.settled = None
+            state.settled = None, None
 
 
 def compile_callers(unet):

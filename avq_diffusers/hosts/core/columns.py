@@ -1,15 +1,14 @@
 """The columns that a layer with a threshold needs: its time depends on them."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from avq_diffusers.attention.tensors import mean_columns
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core.ranks import Ranks, agreed
-from avq_diffusers.hosts.core.routing import Workload, next_power_of_two
+from avq_diffusers.hosts.core.routing import next_power_of_two
 
 USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
 LAST_READING = 16  # calls after which the choice of attention stays, so that images repeat
@@ -30,15 +29,12 @@ class Needed:
         columns: codewords and keys of a query tile, on average, at the last reading.
         num_calls: earlier calls, counted as the next one begins.
         num_read: how many there were at the last reading.
-        workloads: those of calls with these columns, by batch, dtype, device and ranks: making one
-            takes the host longer than the rest of a layer's hooks.
     """
 
     kind: tuple[Spec, int] | None = None
     columns: int = USUAL_COLUMNS
     num_calls: int = 0
     num_read: int = 0
-    workloads: dict[tuple[Any, ...], Workload] = field(default_factory=dict)
 
     def count(self, shown: Tensor | None, ranks: Ranks | None) -> None:
         """Count a call, and read its columns if it was the first or calls doubled since.
@@ -51,7 +47,6 @@ class Needed:
         if self.num_read < LAST_READING and self.num_calls >= max(1, 2 * self.num_read):
             self.columns = agreed(ranks, lambda: self._columns_of(shown))
             self.num_read = self.num_calls
-            self.workloads.clear()
 
     def _columns_of(self, shown: Tensor | None) -> int:
         return self.columns if shown is None else math.ceil(mean_columns(shown))

@@ -153,7 +153,7 @@ class LayerState:
         last_backend: the backend of the last AVQ call.
         shown: `Attended.shown` of the last AVQ call outside compiled code and CUDA graphs.
         needed: the columns that calls with a threshold need.
-        settled: what decided the last call and how it ran; None if the next one may run otherwise.
+        settled: what decided the last call, None if the next one may run otherwise, and the call.
         function: computes attention in measurements and training; None is AVQ.
         bypassed_by: the processor class that computed the last call's attention out of AVQ's sight;
             None if none did.
@@ -187,7 +187,7 @@ class LayerState:
         self.last_backend: str | None = None
         self.shown: Tensor | None = None
         self.needed = Needed()
-        self.settled: tuple[tuple[Any, ...], Call] | None = None
+        self.settled: tuple[tuple[Any, ...] | None, Call | None] = None, None
         self.function: AttentionFunction | None = None
         self.bypassed_by: type | None = None
         self.usual_backend: AttentionBackendName | None = None
@@ -202,7 +202,7 @@ class LayerState:
         # A new object: threads hold values of the old one.
         self.spec = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
         self.calls, self.last_call = Counter(), None
-        self.shown, self.needed, self.settled = None, Needed(), None
+        self.shown, self.needed, self.settled = None, Needed(), (None, None)
         self.allocation = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, num_tokens: int) -> None:
@@ -227,11 +227,10 @@ class LayerState:
             return
         place = device, _autocast_dtype(device.type) or hidden_states.dtype, _backward()
         facts = hidden_states.shape, *place, *others, spec, exact_because
-        if self.settled is None or self.settled[0] != facts:
+        known, call = self.settled  # once: other threads may replace it
+        if known != facts:
             call = self._begun(tokens, spec, exact_because, num_beside)
-            self.settled = (facts, call) if self._is_settled(call, device) else None
-        else:
-            call = self.settled[1]
+            self.settled = (facts if self._is_settled(call, device) else None), call
         self.call.set(call)
 
     def _begun(
@@ -355,9 +354,10 @@ class LayerState:
         """The numbers of tokens from which AVQ is faster in a call on a grid; None if unknown."""
         assert call.query_order is not None
         device, num_tokens = hidden_states.device, call.query_order.shape[0]
-        batch, dtype = int(hidden_states.shape[0]), hidden_states.dtype
+        batch = int(hidden_states.shape[0])
+        place = batch, hidden_states.dtype, device, call.spec, call.ranks
         if torch.compiler.is_compiling():
-            traced = self.workload(batch, dtype, device, call.spec, call.ranks)
+            traced = self.workload(*place)
             is_possible = traced.columns < num_tokens
             return self.route.learn(traced, device) if is_possible else NEVER_FASTER
         kind = call.spec, num_tokens
@@ -369,11 +369,7 @@ class LayerState:
         has_shown = self.shown is not None or call.ranks is not None
         if call.spec.threshold is not None and has_shown and not is_recorded(device):
             self.needed.count(self.shown, call.ranks)
-        place = batch, _autocast_dtype(device.type) or dtype, device, call.ranks
-        workload = self.needed.workloads.get(place)
-        if workload is None:
-            workload = self.workload(batch, dtype, device, call.spec, call.ranks)
-            self.needed.workloads[place] = workload
+        workload = self.workload(*place)
         if workload.columns >= num_tokens:
             return NEVER_FASTER
         return self.route.learn(workload, device, self._trial(call, batch), call.ranks)
