@@ -614,6 +614,10 @@ def test_numbers_of_columns_are_rounded():
     rounded = {needed: columns.rounded(needed) for needed in range(64, 2000)}
     assert all(abs(found - needed) <= needed / 8 for needed, found in rounded.items())
     assert len({*rounded.values()}) < 24
+    for num_tokens in range(64, 6000):  # all of them as columns
+        every = replace(ON_CPU, columns=columns.rounded(num_tokens))
+        assert not every.may_be_faster(num_tokens)
+        assert every.may_be_faster(2 * num_tokens)
 
 
 def test_the_workload_of_a_call(unet):

@@ -77,6 +77,11 @@ class Workload:
     columns: int
     dtype: torch.dtype
 
+    def may_be_faster(self, num_tokens: int) -> bool:
+        """Whether AVQ attends to so much less that it need be measured."""
+        # Numbers of columns are rounded by up to an eighth.
+        return 8 * self.columns < 7 * num_tokens
+
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")

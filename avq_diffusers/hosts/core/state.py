@@ -358,8 +358,8 @@ class LayerState:
         place = batch, hidden_states.dtype, device, call.spec, call.ranks
         if torch.compiler.is_compiling():
             traced = self.workload(*place)
-            is_possible = traced.columns < num_tokens
-            return self.route.learn(traced, device) if is_possible else NEVER_FASTER
+            may_be_faster = traced.may_be_faster(num_tokens)
+            return self.route.learn(traced, device) if may_be_faster else NEVER_FASTER
         kind = call.spec, num_tokens
         if self.needed.kind != kind:
             self.needed = Needed(kind)
@@ -370,7 +370,7 @@ class LayerState:
         if call.spec.threshold is not None and has_shown and not is_recorded(device):
             self.needed.count(self.shown, call.ranks)
         workload = self.workload(*place)
-        if workload.columns >= num_tokens:
+        if not workload.may_be_faster(num_tokens):
             return NEVER_FASTER
         return self.route.learn(workload, device, self._trial(call, batch), call.ranks)
 
@@ -405,7 +405,7 @@ class LayerState:
             call = Call(order, spec, None, NO_BACKWARD, num_beside, beside_first)
             workload = self.workload(batch, dtype, device, spec)
             trial = self._trial(call, batch)
-            if trial is not None and workload.columns < trial.num_tokens:
+            if trial is not None and workload.may_be_faster(trial.num_tokens):
                 self.route.learn_compiled(workload, device, trial)
 
         with ThreadPoolExecutor(max_workers=1) as worker:
