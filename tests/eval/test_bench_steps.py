@@ -180,6 +180,33 @@ def test_compiled_layers_follow_the_route_of_compiled_code():
     assert networks._runs_avq(unmeasured, is_compiled=True)
 
 
+@pytest.mark.parametrize("method", ["limit", AVQ])
+@pytest.mark.parametrize("name", ["sd15", "sd35-medium", "wan"])
+def test_others_are_timed_beside_exact_attention(bench_of, name, method):
+    """Catches a method that is compared with itself, as it replaces SDPA for the whole process."""
+    bench = bench_of(name)
+    inputs = bench.inputs(size_of(name))
+    exact = bench.predict(*inputs)
+    with bench.method(method, inputs):
+        assert torch.equal(bench.predict_exact(*inputs), exact)
+        assert not torch.equal(bench.predict(*inputs), exact)
+
+
+@pytest.mark.parametrize("calls", [2, 17])
+def test_the_check_of_the_error_leaves_the_route_alone(bench_of, monkeypatch, calls):
+    """Catches times of AVQ in layers that the row calls exact, and a check without AVQ."""
+    monkeypatch.setattr(routing, "MEASURED", ("cpu",))
+    monkeypatch.setattr(routing, "break_even", lambda *call: routing.NEVER_FASTER)
+    monkeypatch.setattr(networks, "SETTLING_CALLS", calls)
+    bench = bench_of("sd35-medium")
+    inputs = bench.inputs(size_of("sd35-medium"))
+    with bench.method(AVQ, inputs):
+        for _ in range(2):
+            bench.predict(*inputs)
+            assert {state.last_call for state in layer_states(bench.network)} == {"faster"}
+            assert bench.error(inputs)["error"] >= 0
+
+
 def test_a_step_that_is_wrong_gets_no_time(bench_of, monkeypatch):
     """Fails where NaN is lost among the errors, and for compiled code with another output."""
     name = "sd35-medium"

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def the_tokens_are_found() -> None:
     with patch.object(state, "joined_order", in_place):
         assert off(kind.predict(ulysses(model)), alone) > FAR
     assert off(kind.predict(model), alone) < CLOSE
+    deepcopy(model)  # a call that it kept would hold a process group, which cannot be copied
 
 
 @case

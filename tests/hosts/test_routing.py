@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -428,6 +429,17 @@ def test_settled_calls_do_not_answer_for_others(other):
     assert torch.equal(predict_tokens(model, **other), fresh)
 
 
+def test_a_trace_compares_no_sizes(unet):
+    """Catches a warning, or an error, for each layer's settled call."""
+    apply_avq(unet.requires_grad_(False), AVQConfig.parse("M4P2C2"))
+    tokens = torch.ones(1, 4, 16, 16), torch.tensor(1), torch.ones(1, 7, 32)
+    with avq_disabled(unet), warnings.catch_warnings(record=True) as caught:
+        unet(*tokens)
+        warnings.simplefilter("always")
+        torch.jit.trace(lambda *x: unet(*x)[0], tokens, check_trace=False)
+    assert not [warning for warning in caught if warning.filename == states.__file__]
+
+
 class TestThreshold:
     """The time of a call with a threshold depends on the columns that the layer needs."""
 
@@ -477,7 +489,7 @@ class TestThreshold:
         predict(set_threshold(unet, math.inf))
         assert not trials  # the first call tells
         predict(unet)
-        assert {*trials} == {("M4C2T1e-4", 4)}
+        assert {*trials} == {("M4C2Tinf", 4)}
         assert calls(unet) == [{"AVQ": 2}]
         set_threshold(unet, {1000: math.inf, 5: 0})
         for _ in range(3):
@@ -586,7 +598,7 @@ class TestThreshold:
         exact = predict(unet, batch=2)
         compile_callers(apply_avq(unet, self.CONFIG.changed(threshold=math.inf)))
         torch.testing.assert_close(predict(unet, batch=2), exact)
-        assert {*trials} == {("M4C2T1e-4", 192)}  # the usual columns
+        assert {*trials} == {("M4C2Tinf", 192)}  # the usual columns
         assert {*names} == {"compiled"}
 
 
@@ -634,7 +646,7 @@ def test_the_workload_of_a_call(unet):
         half = state.workload(3, *given, spec)
     assert half == replace(workload, dtype=torch.bfloat16)
     coarse = state.workload(4, *given, spec.changed(threshold=0.1))  # counts as usual
-    assert coarse == replace(workload, spec=spec.changed(threshold=1e-4), columns=192)
+    assert coarse == replace(workload, spec=spec.changed(threshold=0.1), columns=192)
     assert "192 columns, M4C2T1e-4, tiles of 16" in coarse.key(given[1])
 
 

@@ -37,9 +37,8 @@ NEVER = 2**31
 MEASURED = "cuda", "cpu"  # types of devices; on others, AVQ always runs
 _ROUNDS, _CALLS = 3, 10
 _LONG = 10.0  # milliseconds from which calls are timed one by one: launches no longer matter
-# Of random tokens: from all keys to none but the parents.
-_LEAST_THRESHOLD, _LARGEST_THRESHOLD = 1e-9, 10.0
-_BISECTIONS, _CLOSE = 12, 0.03
+_COARSE = 0.1  # a threshold with which tiles of random tokens attend to parents alone
+_TRIED, _CLOSE = 20, 0.03
 # Logits of exact attention; beyond that, only some heads are timed.
 _MOST_LOGITS = {"cuda": 2**31, "cpu": 2**25}
 _LONG_ON_CPU = 300.0  # milliseconds of both attentions from which they are timed only twice
@@ -66,7 +65,7 @@ class Workload:
     Attributes:
         batch_heads: batch times heads, rounded up by `next_power_of_two`.
         head_dim: D.
-        spec: options of the call; one threshold stands for all.
+        spec: options of the call.
         columns: codewords and keys that each query attends to.
         dtype: dtype of the activations.
     """
@@ -85,9 +84,11 @@ class Workload:
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")
+        # The columns say what a threshold costs.
+        spec = self.spec if self.spec.threshold is None else self.spec.any_refinement
         return (
             f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {self.columns} columns, {self.spec.long_name}"
+            f"D{self.head_dim}, {self.columns} columns, {spec.long_name}"
         )
 
 
@@ -351,15 +352,18 @@ def _both_attentions(
 
 def _showing(columns: int, attend: Callable[[Spec], Attended], spec: Spec) -> Spec:
     """The same options with a threshold at which tiles attend to about this many columns."""
-    low, high = _LEAST_THRESHOLD, _LARGEST_THRESHOLD
-    for _ in range(_BISECTIONS):
-        middle = math.sqrt(low * high)
-        spec = spec.changed(threshold=middle)
-        shown = mean_columns(attend(spec).shown)
-        if abs(shown - columns) < _CLOSE * columns:
+    threshold, step, off = _COARSE, 0.25, {}
+    # From the coarse side: calls with many columns take long on a CPU.
+    for _ in range(_TRIED):
+        tried = spec.changed(threshold=threshold)
+        ratio = mean_columns(attend(tried).shown) / columns
+        off[tried] = abs(ratio - 1)
+        if off[tried] < _CLOSE:
             break
-        low, high = (middle, high) if shown > columns else (low, middle)
-    return spec
+        if ratio > 1:
+            threshold, step = threshold / step, step**0.5
+        threshold *= step
+    return min(off, key=off.__getitem__)
 
 
 def _graph_milliseconds(function: Callable[[], Any]) -> float:

@@ -222,15 +222,15 @@ class LayerState:
         hidden_states, *others = tokens
         device = hidden_states.device
         self.weights.move_to(device, tokens.dtype)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             self.call.set(self._begun(tokens, spec, exact_because, num_beside))
             return
         place = device, _autocast_dtype(device.type) or hidden_states.dtype, _backward()
-        facts = hidden_states.shape, *place, *others, spec, exact_because
+        facts = hidden_states.shape, *place, *others, spec, exact_because, self.route.route
         known, call = self.settled  # once: other threads may replace it
         if known != facts:
             call = self._begun(tokens, spec, exact_because, num_beside)
-            self.settled = (facts if self._is_settled(call, device) else None), call
+            self.settled = (facts, call) if self._is_settled(call, device) else (None, None)
         self.call.set(call)
 
     def _begun(
@@ -263,7 +263,7 @@ class LayerState:
         return call._replace(break_even=self._break_even(call, hidden_states))
 
     def _is_settled(self, call: Call, device: torch.device) -> bool:
-        """Whether the next call on such tokens runs alike, in one process."""
+        """Whether a call with the same facts would be decided the same."""
         if call.ranks is not None:
             return False
         if call.exact_because is not None or not self.route.is_open(device):
@@ -447,7 +447,6 @@ class LayerState:
         """The workload for a batch of tokens; with a threshold, that of the columns needed."""
         columns = spec.columns
         if columns is None:
-            spec = spec.any_refinement
             columns = rounded(max(spec.num_parents, self.needed.columns))
         return Workload(
             batch_heads=next_power_of_two(batch * self._num_heads_in(ranks)),
