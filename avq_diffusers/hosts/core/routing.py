@@ -37,8 +37,9 @@ NEVER = 2**31
 MEASURED = "cuda", "cpu"  # types of devices; on others, AVQ always runs
 _ROUNDS, _CALLS = 3, 10
 _LONG = 10.0  # milliseconds from which calls are timed one by one: launches no longer matter
-_COARSE = 0.1  # a threshold with which tiles of random tokens attend to parents alone
-_TRIED, _CLOSE = 20, 0.03
+# Times 1 / sqrt(N), a threshold with which tiles of N random tokens attend to parents alone.
+_COARSE = 0.25
+_TRIED, _CLOSE = 14, 0.04
 # Logits of exact attention; beyond that, only some heads are timed.
 _MOST_LOGITS = {"cuda": 2**31, "cpu": 2**25}
 _LONG_ON_CPU = 300.0  # milliseconds of both attentions from which they are timed only twice
@@ -339,7 +340,7 @@ def _both_attentions(
     )
     spec = workload.spec
     if spec.threshold is not None:
-        spec = _showing(workload.columns, with_spec, spec)
+        spec = _showing(workload.columns, with_spec, spec, _COARSE / trial.num_tokens**0.5)
     avq = partial(with_spec, spec)
     rows = max(1, _MOST_LOGITS[device.type] // num_all**2)
     if rows >= batch * num_heads:
@@ -350,19 +351,21 @@ def _both_attentions(
     return avq, partial(F.scaled_dot_product_attention, *part), share
 
 
-def _showing(columns: int, attend: Callable[[Spec], Attended], spec: Spec) -> Spec:
-    """The same options with a threshold at which tiles attend to about this many columns."""
-    threshold, step, off = _COARSE, 0.25, {}
-    # From the coarse side: calls with many columns take long on a CPU.
+def _showing(columns: int, attend: Callable[[Spec], Attended], spec: Spec, coarse: float) -> Spec:
+    """The same options with a threshold at which tiles attend to about this many columns.
+
+    Args:
+        coarse: a threshold with fewer columns: those with many more take long on a CPU.
+    """
+    few, many, off = coarse, None, {}
     for _ in range(_TRIED):
+        threshold = few / 2 if many is None else math.sqrt(few * many)
         tried = spec.changed(threshold=threshold)
         ratio = mean_columns(attend(tried).shown) / columns
         off[tried] = abs(ratio - 1)
         if off[tried] < _CLOSE:
             break
-        if ratio > 1:
-            threshold, step = threshold / step, step**0.5
-        threshold *= step
+        few, many = (few, threshold) if ratio > 1 else (threshold, many)
     return min(off, key=off.__getitem__)
 
 
