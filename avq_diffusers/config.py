@@ -118,6 +118,13 @@ class Spec:
         return self.num_parents + self.num_refined * self.num_children
 
     @property
+    def limit(self) -> float:
+        """What a further column must be worth more than, given a threshold; at 0 all are shown,
+        also those whose worth underflows."""
+        assert self.threshold is not None
+        return self.threshold or -1.0
+
+    @property
     def any_refinement(self) -> "Spec":
         """The same with one threshold in place of any other, or one number of refined parents in
         place of any other but none and all."""

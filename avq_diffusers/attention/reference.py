@@ -127,7 +127,7 @@ def levels(
     if spec.threshold is not None:
         queries = sampled(tile_query, tensors.query.shape[2])
         sink_key = tensors.sink_key
-        return resolution(queries, found, cell_spread, leaf_spread, sink_key, spec.threshold)
+        return resolution(queries, found, cell_spread, leaf_spread, sink_key, spec.limit)
     assert spec.num_refined is not None
     counts = _counts(found.cell, found.parents)[..., 0].to(found.parents.dtype)
     score = importance(tile_query, found.parents, counts)
@@ -155,16 +155,18 @@ def resolution(
     cell_spread: Tensor,
     leaf_spread: Tensor,
     sink_key: Tensor | None,
-    threshold: float,
+    limit: float,
 ) -> Levels:
-    """The levels at which a further column would fix at most `threshold`.
+    """The levels at which a further column would fix at most `limit`.
+
+    What that would be is unknown where it is NaN, such as for a query that is: the keys are shown.
 
     Args:
         tile_query: (B, H, I, D), the queries that decide, times the scale.
         found: the cells and leaves.
         cell_spread, leaf_spread: (B, H, M0) and (B, H, M), variances of their keys.
         sink_key: (B, H, T, D) or None.
-        threshold: at least 0.
+        limit: `Spec.limit`.
     """
     num_parents, num_leaves = found.parents.shape[2], found.leaves.shape[2]
     size = tile_query.square().mean(dim=(2, 3))[..., None]  # (B, H, 1)
@@ -180,9 +182,10 @@ def resolution(
     inside = sums(leaf_counts * leaf_spread) / sums(leaf_counts).clamp(min=1)
     further = sums((leaf_counts > 0).to(size.dtype)) - 1
     gain = cell_mass * (growth(size * cell_spread) - growth(size * inside)) / further.clamp(min=1)
-    refined = (further <= 0) | (gain > threshold)
+    refined = (further <= 0) | ~(gain <= limit)
     gain = leaf_mass * growth(size * leaf_spread) / leaf_counts.clamp(min=1)
-    return Levels(refined, refined[:, :, parent_of_leaf] & (gain > threshold))
+    is_fine = (leaf_counts > 1) & ~(gain <= limit)
+    return Levels(refined, refined[:, :, parent_of_leaf] & is_fine)
 
 
 def growth(x: Tensor) -> Tensor:

@@ -398,8 +398,7 @@ def _spans_of_refined(queries: Tensor, is_query: Tensor, summary: Summary, spec:
 def _spans_of_threshold(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
     """`Chosen.spans` of tiles, from the queries (H, T, J, W) that decide; others (T, J) are
     padding."""
-    counts, spreads, threshold = summary.codewords.counts, summary.codewords.spreads, spec.threshold
-    assert threshold is not None
+    counts, spreads = summary.codewords.counts, summary.codewords.spreads
     assert spreads is not None  # a threshold needs means
     keys, head_dim = _keys_of(summary), summary.codewords.keys.shape[3]
     flat = queries.flatten(1, 2)
@@ -421,7 +420,8 @@ def _spans_of_threshold(queries: Tensor, is_query: Tensor, summary: Summary, spe
     inside = (counts * spreads)[..., 1:].sum(dim=-1) / counts[..., 0].clamp(min=1)
     further = ((counts[..., 1:] > 0).sum(dim=-1) - 1)[:, None]
     gain = growth(size * spreads[:, None, :, 0]) - growth(size * inside[:, None])
-    refined = (masses(logits) * gain / further.clamp(min=1) > threshold) | (further <= 0)
+    # NaN, such as that of a query, is worth a column.
+    refined = ~(masses(logits) * gain / further.clamp(min=1) <= spec.limit) | (further <= 0)
 
     # Leaves matter only in cells that a tile refines, and if they have several keys.
     is_open = refined.any(dim=1) & (counts[..., 1:] > 1).any(dim=-1)
@@ -432,7 +432,7 @@ def _spans_of_threshold(queries: Tensor, is_query: Tensor, summary: Summary, spe
     leaves, sizes = keys[head, opened, 1:], counts[head, opened, 1:].int()[:, None]
     gain = masses(flat @ leaves.flatten(1, 2).mT).unflatten(-1, leaves.shape[1:3])
     gain *= growth(size[..., None] * spreads[head, opened, 1:][:, None]) / sizes.clamp(min=1)
-    finest = torch.where(gain > threshold, sizes, sizes.clamp(max=1))
+    finest = torch.where(gain <= spec.limit, sizes.clamp(max=1), sizes)
     of_leaves[head, :, opened] = finest.transpose(1, 2)
     of_cells = ~refined & (counts[:, None, :, 0] > 0)
     return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)

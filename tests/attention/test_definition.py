@@ -504,6 +504,26 @@ class TestThreshold:
         expected = F.scaled_dot_product_attention(query, *every)
         check(run(0.0, *tokens, **sinks), expected)
 
+    def test_zero_is_exact_where_attention_to_cells_underflows(self, run, tokens, sinks):
+        """Catches cells whose mean gets no attention in float32, although a key in them gets all."""
+        query, key, value = (x.float() for x in tokens)
+        sinks = {name: 2 * x.float() for name, x in sinks.items()}
+        query = 40 * query
+        every = (torch.cat([x, y], dim=2) for x, y in zip((key, value), sinks.values(), strict=True))
+        expected = F.scaled_dot_product_attention(query, *every)
+        found = run(0.0, query, key, value, **sinks)
+        assert relative_error(found, expected) < 1e-3
+
+    def test_a_query_that_is_not_finite_hides_nothing_from_others(self, run, tokens):
+        """Catches a tile that takes a worth of NaN for too little."""
+        query, key, value = tokens
+        query, others = query.clone(), torch.arange(70) != 5
+        expected = F.scaled_dot_product_attention(*tokens)[:, :, others]
+        query[:, :, 5, 0] = math.nan
+        found = run(1e-3, query, key, value, query_tile=128)
+        assert found[:, :, 5].isnan().all()
+        assert relative_error(found[:, :, others], expected) < 1e-3
+
     def test_infinity_is_flat_attention_and_the_first_order_term(self, run, check, tokens, sinks):
         """By hand; catches a matrix that is transposed or of parents, a spread of leaves in place
         of cells, a lost guard, and sinks with a spread."""

@@ -358,10 +358,10 @@ LARGEST_FLOAT32 = 3.4e38
 
 
 def _limit(spec: Spec) -> float:
-    """The threshold, or the number of refined parents: numbers that kernels take at run time."""
+    """The threshold's, or the number of refined parents: numbers that kernels take at run time."""
     if spec.num_refined is not None:
         return float(spec.num_refined)
-    return min(spec.threshold or 0.0, LARGEST_FLOAT32)
+    return min(spec.limit, LARGEST_FLOAT32)
 
 
 def _select_launch(

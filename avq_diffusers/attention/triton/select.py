@@ -8,6 +8,8 @@ of some queries of the tile, s a spread and size the mean of |q|^2 / D, times th
                       > threshold (number of its leaves - 1)
     show keys of l    m_l growth(size s_l) > threshold n_l
 
+At a threshold of 0, whose limit is below 0, and where the left side is NaN, everything is shown.
+
 With `num_refined`, the paper's form, the parents with the largest importance are refined.
 
 Two other kinds of programs share the launch, because the attention needs what they write and they
@@ -251,7 +253,8 @@ def _masses_of_parents(asked, tables, columns, FIRST_ROW, SIZES, BLOCKS):
 @triton.jit
 def _is_fine(asked, masses, spread, counts):
     """Whether rows of leaves are worth as many columns as they have keys."""
-    return masses * _growth(asked.size * spread) > asked.limit * counts
+    is_coarse = masses * _growth(asked.size * spread) <= asked.limit * counts
+    return (counts > 1) & ~is_coarse
 
 
 @triton.jit
@@ -281,7 +284,7 @@ def _refined(asked, masses, tables, counts, SIZES):
         further = tl.load(tables.inside + 2 * parents + 1)
         spread = tl.load(tables.spread + parents)
         gain = masses * (_growth(asked.size * spread) - _growth(asked.size * inside))
-        is_refined = (further < 0.5) | (gain > asked.limit * further)
+        is_refined = (further < 0.5) | ~(gain <= asked.limit * further)
     return is_refined & (counts > 0)
 
 

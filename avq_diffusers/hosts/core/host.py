@@ -193,8 +193,7 @@ class Watch(ABC):
     @property
     def states(self) -> list[LayerState]:
         """Of the layers that still have AVQ, which may have been removed through another model."""
-        found = [layer.avq_state for layer in self.layers]
-        return [state for state in found if state is not None]
+        return [state for layer in self.layers if (state := layer.avq_state) is not None]
 
     def attach(self, caller: nn.Module) -> list[RemovableHandle]:
         """Register the hooks."""
@@ -209,6 +208,7 @@ class Watch(ABC):
 
     def enter(self, caller: nn.Module, tokens: Tokens) -> None:
         """Begin the layers' calls on these tokens."""
+        is_compiling = torch.compiler.is_compiling()
         for layer in self.layers:
             state = layer.avq_state
             if state is None:
@@ -220,11 +220,10 @@ class Watch(ABC):
             name, parts = layer.name, tokens.beside.items()
             fitting = (n for part, n in parts if name.startswith(part) or name.endswith(part))
             state.enter(tokens, reason, next(fitting, 0))
-            if not torch.compiler.is_compiling():
-                other = self.host.other_attention(layer)
-                if other is not None:
-                    state.count(other.name)
-                    self.others.warn()
+            other = None if is_compiling else self.host.other_attention(layer)
+            if other is not None:
+                state.count(other.name)
+                self.others.warn()
 
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:
         """The hook after the module, even if it failed."""

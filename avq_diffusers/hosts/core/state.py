@@ -221,7 +221,8 @@ class LayerState:
             exact_because = DISABLED
         hidden_states, *others = tokens
         device = hidden_states.device
-        self.weights.move_to(device, tokens.dtype)
+        if self.weights.are_stored:
+            self.weights.move_to(device, tokens.dtype)
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             self.call.set(self._begun(tokens, spec, exact_because, num_beside))
             return
@@ -498,15 +499,16 @@ class LayerState:
 
     def count(self, call: str) -> None:
         """Count a call by kind, unless compiled; warn during export, which cannot report later."""
-        # torch 2.10 takes all that Dynamo traces for an export.
-        is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if is_export and call not in (AVQ_CALL, DISABLED, SCHEDULED):
-            warnings.warn(
-                f"the exported program runs exact attention instead of AVQ: {call}.", stacklevel=2
-            )
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
             self.last_call = call
+        # torch 2.10 takes all that Dynamo traces for an export.
+        elif torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            if call not in (AVQ_CALL, DISABLED, SCHEDULED):
+                warnings.warn(
+                    f"the exported program runs exact attention instead of AVQ: {call}.",
+                    stacklevel=2,
+                )
 
 
 def orders(order: Tensor, query: Tensor, key: Tensor, *, text_first: bool) -> dict[str, Any]:
