@@ -1,11 +1,10 @@
 """`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from avq_diffusers.attention import operators, reference, torch_backward
+from avq_diffusers.attention import operators, reference
 from avq_diffusers.attention.limits import LIMITS, obstacles
 from avq_diffusers.attention.schema import arguments_of
 from avq_diffusers.attention.settled import Settled, settled_call
@@ -56,12 +55,8 @@ def avq_attention(
 
     - `"triton"`: kernels for NVIDIA GPUs, linear cost.
     - `"torch"`: PyTorch on any device, linear cost.
-    - `"dense"`: PyTorch's attention over the replaced keys, quadratic cost. Only works with stored
-      codewords, without sink keys, and if all query tiles see the same keys (they refine no parent,
-      or all).
     - `"reference"`: the definition, slow.
-    - `"auto"`: `"dense"` if a gradient is needed and this computes it faster, else `"triton"` if
-      the kernels can run, else `"torch"`.
+    - `"auto"`: `"triton"` if the kernels can run, else `"torch"`.
 
     Every backend is once differentiable in query, key, value and sinks. Assignments and the choice
     of levels are constants. Key gradients are exact with means and straight-through
@@ -93,7 +88,7 @@ def avq_attention(
             without a codebook. None is `query_order` if there are as many queries as keys, else
             the order of `key`.
         scale: factor on the logits; None is 1 / sqrt(D).
-        backend: `"auto"`, `"triton"`, `"torch"`, `"dense"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"torch"` or `"reference"`.
 
     Returns:
         (B, H, N, D) view of (B, N, H, D) memory, dtype of `query`.
@@ -160,15 +155,7 @@ def attend(tensors: Tensors, spec: Spec, backend: str = "auto") -> Attended:
         return Attended(output, backend, shown)
     # Autocast would choose parents in half precision.
     with torch.autocast(query.device.type, enabled=False):
-        parents, children = tensors.parents, tensors.children
-        if parents is not None and children is not None and backend == "dense":
-            visible = children if spec.num_refined else children[:, :, :0]
-            quantized_key = operators.quantize(key, parents, visible)
-            output = F.scaled_dot_product_attention(
-                query, quantized_key, value, scale=tensors.scale
-            )
-        else:
-            output = reference.avq_attention(tensors, spec)
+        output = reference.avq_attention(tensors, spec)
     return Attended(output.transpose(1, 2).contiguous().transpose(1, 2), backend)
 
 
@@ -210,12 +197,6 @@ def resolve_backend(backend: str, tensors: Tensors, spec: Spec) -> str:
         if reasons:
             raise ValueError(f'backend="{backend}" cannot run: {"; ".join(reasons)}.')
         return backend
-    if (
-        _needs_grad(tensors.query, tensors.key, tensors.value)
-        and not obstacles("dense", tensors, spec)
-        and torch_backward.dense_is_faster(tensors, spec)
-    ):
-        return "dense"
     if tensors.query.is_cuda and not obstacles("triton", tensors, spec):
         return "triton"
     return "torch"

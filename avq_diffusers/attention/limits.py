@@ -162,17 +162,5 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
     },
     "torch": {},
-    "dense": {
-        "codewords": Limit(
-            (True,),
-            lambda call, spec: not (spec.means or call.sink_key is not None),
-            "it needs stored codewords and no sink keys",
-        ),
-        "tiles": Limit(
-            (),
-            lambda call, spec: spec.num_refined if spec.refines_some else None,
-            "num_refined must be 0 or all {spec.num_parents} parents, but is {spec.num_refined}",
-        ),
-    },
     "reference": {},
 }

@@ -3,15 +3,13 @@
 Their arguments are those of `schema`.
 """
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from avq_diffusers.attention import torch_backward, torch_forward
+from avq_diffusers.attention import torch_forward
 from avq_diffusers.attention.autograd import make_differentiable
 from avq_diffusers.attention.flops import forward_flops
 from avq_diffusers.attention.guarded import guarded, kernels
@@ -87,23 +85,3 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 @register_flop_formula([x._opoverload.overloadpacket for x in (torch_attention, kernel_attention)])
 def _(*arguments: Any, **others: Any) -> int:
     return forward_flops(*shapes_of(arguments))
-
-
-@torch.library.custom_op("avq_diffusers::quantize", mutates_args=())
-def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    """`torch_backward.quantize`, as an operator with a straight-through gradient."""
-    return torch_backward.quantize(key, parents, children)
-
-
-@quantize.register_fake
-def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    return key.new_empty(key.shape)
-
-
-quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
-
-
-@register_flop_formula(quantize._opoverload.overloadpacket)
-def _(key: Sequence[int], parents: Any, children: Sequence[int], **others: Any) -> int:
-    _, num_parents, num_children, _ = children
-    return 2 * prod(key) * (num_parents + num_children)

@@ -56,48 +56,12 @@ from avq_diffusers.attention.torch_forward import (
     variance_of,
     width,
 )
-from avq_diffusers.codebook.assignment import (
-    across_heads,
-    centre_of,
-    chunk_length,
-    nearest_leaves,
-)
+from avq_diffusers.codebook.assignment import chunk_length
 from avq_diffusers.config import Spec
 
 # Elements in the intermediates of one chunk, except on a CPU. A tile has many moments: with fewer
 # elements, each tile would be its own chunk of about sixty launches.
 ELEMENTS = 1 << 28
-
-# Flops that dense attention does in the time of one flop of `gradients`. Measured on two CPU cores
-# and on an H200, where `gradients` is bound by memory and launches.
-DENSE_SPEED_CPU = 2.0
-DENSE_SPEED = 20.0
-
-
-def dense_is_faster(tensors: Tensors, spec: Spec) -> bool:
-    """Whether dense attention over quantized keys, where it can run, trains faster, estimated from
-    flops per query."""
-    head_dim = tensors.query.shape[3]
-    dense = 14 * tensors.key.shape[2] * head_dim
-    assert spec.columns is not None  # stored codewords have no threshold
-    linear = 12 * spec.columns * head_dim + 2 * spec.columns * head_dim**2
-    is_cpu = tensors.query.device.type == "cpu"
-    return dense < (DENSE_SPEED_CPU if is_cpu else DENSE_SPEED) * linear
-
-
-def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    """Replace each key by its leaf's codeword, minus a vector per head that softmax ignores."""
-    batch = key.shape[0]
-    centre = centre_of(parents)
-    parents, children = parents - centre, children - centre[:, None]
-    leaf = nearest_leaves(
-        (key - centre).flatten(0, 1),
-        parents.expand(batch, -1, -1, -1).flatten(0, 1),
-        children.expand(batch, -1, -1, -1, -1).flatten(0, 1),
-    )
-    codewords = torch.cat([parents[:, :, None], children], dim=2).to(key.dtype).flatten(0, 2)
-    leaf = across_heads(leaf.view(key.shape[:3]), len(codewords) // len(parents))
-    return codewords.index_select(0, leaf.flatten()).view(key.shape)
 
 
 def gradients(

@@ -10,7 +10,6 @@ import torch
 from cases import THRESHOLD, call_of, make_case, relative_error, stored_attention
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from avq_diffusers import avq_attention
@@ -19,19 +18,6 @@ from avq_diffusers.attention.api import BACKENDS, attend, resolve_backend
 from avq_diffusers.attention.limits import obstacles
 from avq_diffusers.attention.schema import arguments_of
 from avq_diffusers.codebook.codebook import Codebook
-
-
-class Recorder(TorchDispatchMode):
-    """Counts the calls of the custom operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.avq_diffusers.attention.default
-        return func(*args, **(kwargs or {}))
-
 
 QUERY, KEY, VALUE, CODEBOOK = make_case(dtype=torch.float32)
 OWN_SIZES = {"codebook": None, "codewords": "means", "num_parents": 6, "num_children": 3}
@@ -128,52 +114,6 @@ def test_a_codebook_of_other_sizes_is_refused():
         attend(tensors, replace(spec, num_parents=5))
 
 
-@pytest.mark.parametrize("num_refined", [0, 6])
-def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
-    short_key = KEY[:, :, :10]
-
-    def resolve(query, key=short_key, num_refined=num_refined):
-        call = call_of(query, key, key, CODEBOOK, num_refined=num_refined)
-        return resolve_backend("auto", *call)
-
-    query = QUERY.clone().requires_grad_()
-    assert resolve(QUERY) == "torch"
-    assert resolve(query) == "dense"
-    assert resolve(query, num_refined=2) == "torch"
-    assert resolve(QUERY, short_key.clone().requires_grad_()) == "dense"
-    assert resolve(query, KEY.repeat(1, 1, 100, 1)) == "torch"
-    with torch.no_grad():
-        assert resolve(query) == "torch"
-    with Recorder() as recorder:
-        stored_attention(query, short_key, short_key, CODEBOOK, num_refined=num_refined)
-    assert recorder.calls == 0
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"codewords": "means"},
-        OWN_SIZES,
-        THRESHOLD,
-        {"sink_key": KEY, "sink_value": VALUE},
-        {"num_refined": 2},
-        {"num_refined": 2, "codewords": "means"},
-    ],
-    ids=lambda x: str(list(x)),
-)
-def test_the_dense_way_says_every_limit_that_fails(changes):
-    """Catches a search for obstacles that ends at the first."""
-    arguments = {"codebook": CODEBOOK, "num_refined": 6, "backend": "dense"} | changes
-    reasons = []
-    if changes != {"num_refined": 2}:
-        reasons.append("it needs stored codewords and no sink keys")
-    if changes.get("num_refined"):
-        reasons.append("num_refined must be 0 or all 6 parents, but is 2")
-    message = f'backend="dense" cannot run: {"; ".join(reasons)}.'
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        stored_attention(QUERY, KEY, VALUE, **arguments)
-
-
 def test_limits_of_the_kernels_are_said_together():
     tensors, spec = call_of(
         torch.zeros(1, 1, 4, 36), *torch.zeros(2, 1, 1, 4, 36), None, codewords="means"
@@ -205,7 +145,7 @@ def test_gpus_that_the_kernels_do_not_serve(capability, hip, reason, monkeypatch
         assert resolve_backend("auto", *call) == ("torch" if reason else "triton")
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "dense"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("codebook_dtype", [torch.float16, torch.float64])
 def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype):
@@ -268,11 +208,6 @@ def test_opcheck_of_the_gradients(needs_grad, options):
     needed = (*needs_grad, *(needs_grad[1:] if "sink_key" in options else (False, False)))
     arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed, False)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
-
-
-def test_opcheck_of_the_quantization():
-    arguments = (KEY.detach().requires_grad_(), CODEBOOK.parents, CODEBOOK.children)
-    torch.library.opcheck(torch.ops.avq_diffusers.quantize, arguments)
 
 
 def test_the_fake_kernel_has_the_layout_of_the_real_one():

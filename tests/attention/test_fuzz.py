@@ -52,11 +52,6 @@ def test_pytorch_solves_any_problem(part):
     check_random(f"{part}", "torch", 15, most=60)
 
 
-def test_dense_attention_solves_any_problem():
-    fixed = {"codewords": "stored", "has_codebook": True, "num_sinks": 0}
-    check_random("dense", "dense", 10, most=60, **fixed)
-
-
 def test_kernels_solve_any_problem():
     pytest.importorskip("triton")
     sizes = {"batch": 1, "num_parents": 5} if DEVICE == "cpu" else {}
@@ -254,7 +249,7 @@ CHANGES = {
     **dict.fromkeys((*TOKENS, "query_order", "key_order"), st.one_of(TENSORS, THINGS)),
     **dict.fromkeys((*(x.name for x in fields(Spec)), "scale"), THINGS),
     "codebook": st.one_of(CODEBOOKS, THINGS),
-    "backend": st.sampled_from(["auto", "torch", "dense", "triton", "flash", ""]),
+    "backend": st.sampled_from(["auto", "torch", "triton", "flash", ""]),
     "codewords": st.one_of(st.sampled_from(["means", "stored"]), THINGS),
 }
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from avq_diffusers.attention import reference, torch_backward, torch_forward
+from avq_diffusers.attention import torch_backward, torch_forward
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
@@ -180,19 +180,6 @@ def test_it_costs_no_digits(name):
     assert relative_error(gradients[2], targets[2]) < 16 * torch.finfo(FP32).eps
 
 
-def test_quantization_to_half_precision_keeps_the_digits_of_shifted_keys():
-    """Catches codewords rounded with the offset that all of them share: 0.05 of error."""
-    _, key, _, codebook = make_case()
-    parents, children = codebook.parents + 300, codebook.children + 300
-    key = (key + 300).half()
-    quantized = torch_backward.quantize(key, parents.float(), children.float()).double()
-    parent, leaf = reference.assign(key.double(), parents, children)
-    leaves = torch.cat([parents[:, :, None], children], dim=2)
-    expected = leaves[torch.arange(2)[:, None], parent, leaf]
-    quantized, expected = (x - x.mean(dim=2, keepdim=True) for x in (quantized, expected))
-    assert relative_error(quantized, expected) < torch.finfo(torch.float16).eps
-
-
 @pytest.mark.parametrize("dtype", [FP32, torch.float16, torch.bfloat16])
 def test_large_values_and_counts_do_not_overflow(dtype):
     # One cell of 4096 keys: the sum of its values, 4e6, is beyond fp16.
@@ -226,7 +213,7 @@ def test_bfloat16_has_its_whole_range(of_values, of_keys):
 def test_the_codebook_gets_no_gradient():
     query, key, value, codebook = make_case()
     learned = Codebook(codebook.parents.requires_grad_(), codebook.children.requires_grad_())
-    for backend in ("torch", "dense", "reference"):
+    for backend in ("torch", "reference"):
         output = stored_attention(query, key, value, learned, num_refined=6, backend=backend)
         assert not output.requires_grad
         inputs = [query.detach().requires_grad_(), learned.parents, learned.children]
@@ -241,10 +228,7 @@ def loss(*tokens: Tensor, codebook: Codebook, **options: object) -> Tensor:
     return output.transpose(1, 2).flatten(2).square().sum()
 
 
-DENSE = {"backend": "dense", "num_refined": 6}
-
-
-@pytest.mark.parametrize("options", [{"num_refined": 2}, DENSE], ids=str)
+@pytest.mark.parametrize("options", [{"num_refined": 2}], ids=str)
 def test_checkpointing_and_autocast_change_no_gradient(options):
     *tokens, codebook = make_case(dtype=FP32)
 
@@ -263,43 +247,6 @@ def test_checkpointing_and_autocast_change_no_gradient(options):
     for plain, *others in zip(*found, strict=True):
         assert plain.any()
         assert all(torch.equal(plain, other) for other in others)
-
-
-def test_gradients_of_the_dense_way_compile_without_graph_breaks():
-    torch._dynamo.reset()
-    *tokens, codebook = make_case(dtype=FP32)
-
-    def trained(query, key, value, parents, children):
-        codebook = Codebook(parents, children, check_finite=False)
-        return loss(query, key, value, codebook=codebook, **DENSE)
-
-    compiled = torch.compile(trained, fullgraph=True, backend="aot_eager", dynamic=False)
-    found = []
-    for run in (trained, compiled):
-        inputs = [x.detach().requires_grad_() for x in tokens]
-        run(*inputs, codebook.parents, codebook.children).backward()
-        found.append([x.grad for x in inputs])
-    for eager, traced in zip(*found, strict=True):
-        assert eager.any()
-        torch.testing.assert_close(traced, eager)
-
-
-@pytest.mark.parametrize(
-    ("device", "lengths"),
-    [
-        ("cpu", {0: (256, 4096), 64: (1024, 65536)}),
-        ("cuda", {0: (4096, 65536), 64: (16384, 262144)}),
-    ],
-)
-def test_when_the_dense_way_is_faster(device, lengths):
-    codebook = Codebook(torch.zeros(1, 64, 40), torch.zeros(1, 64, 8, 40))
-    for num_refined, (short, long) in lengths.items():
-        for length, is_faster in ((short, True), (long, False)):
-            key = torch.zeros(1, 1, 1, 40).expand(1, 1, length, 40)
-            tensors, spec = call_of(key[:, :, :1], key, key, codebook, num_refined=num_refined)
-            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-                tensors = tensors._replace(query=torch.empty(1, 1, 1, 40, device=device))
-            assert torch_backward.dense_is_faster(tensors, spec) == is_faster
 
 
 @pytest.mark.gpu
