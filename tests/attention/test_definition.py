@@ -505,11 +505,13 @@ class TestThreshold:
         check(run(0.0, *tokens, **sinks), expected)
 
     def test_zero_is_exact_where_attention_to_cells_underflows(self, run, tokens, sinks):
-        """Catches cells whose mean gets no attention in float32, although a key in them gets all."""
+        """Catches cells whose mean gets no attention in float32, although one key gets it all."""
         query, key, value = (x.float() for x in tokens)
         sinks = {name: 2 * x.float() for name, x in sinks.items()}
         query = 40 * query
-        every = (torch.cat([x, y], dim=2) for x, y in zip((key, value), sinks.values(), strict=True))
+        every = [
+            torch.cat([x, y], dim=2) for x, y in zip((key, value), sinks.values(), strict=True)
+        ]
         expected = F.scaled_dot_product_attention(query, *every)
         found = run(0.0, query, key, value, **sinks)
         assert relative_error(found, expected) < 1e-3

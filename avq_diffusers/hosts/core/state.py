@@ -502,13 +502,13 @@ class LayerState:
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
             self.last_call = call
+            return
         # torch 2.10 takes all that Dynamo traces for an export.
-        elif torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            if call not in (AVQ_CALL, DISABLED, SCHEDULED):
-                warnings.warn(
-                    f"the exported program runs exact attention instead of AVQ: {call}.",
-                    stacklevel=2,
-                )
+        is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if is_export and call not in (AVQ_CALL, DISABLED, SCHEDULED):
+            warnings.warn(
+                f"the exported program runs exact attention instead of AVQ: {call}.", stacklevel=2
+            )
 
 
 def orders(order: Tensor, query: Tensor, key: Tensor, *, text_first: bool) -> dict[str, Any]:
