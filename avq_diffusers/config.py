@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
@@ -13,10 +14,10 @@ CODEWORDS = ("means", "stored")
 LARGEST_TOLERANCE = 0.5  # a larger error leaves nothing of the output; 2 meant as percent is 0.02
 LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and fill memory
-# Numbers of at most 18 digits: `int` refuses thousands of them.
+# `int` refuses thousands of digits.
 _CONFIGURATION = re.compile(
     r"M(?P<num_parents>\d{1,18})(?:P(?P<num_refined>\d{1,18}))?(?:C(?P<num_children>\d{1,18}))?"
-    r"(?:T(?P<threshold>(?:\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})(?:e[+-]?\d{1,3})?|inf))?",
+    r"(?:T(?P<threshold>(?:\d{1,18}(?:\.\d{0,20})?|\.\d{1,20})(?:e[+-]?\d{1,3})?|inf))?",
     re.ASCII | re.IGNORECASE,
 )
 DEFAULT_THRESHOLD = 1e-4
@@ -244,7 +245,7 @@ class AVQConfig(Spec):
             if unknown:
                 raise ValueError(
                     f"overrides[{key!r}] may set {', '.join((*SIZES, *RESOLUTIONS))}, but got "
-                    f"{', '.join(sorted(unknown))}."
+                    f"{', '.join(sorted(map(str, unknown)))}."
                 )
             self._with(values)
         copied = {key: dict(values) for key, values in self.overrides.items()}
@@ -274,11 +275,14 @@ class AVQConfig(Spec):
         """Build from a mapping of field names, as read from JSON or YAML.
 
         Raises:
+            TypeError: `values` is no mapping.
             ValueError: a key is not a field.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a configuration must be a mapping, but got {values!r}.")
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
-            raise ValueError(f"unknown AVQConfig keys: {', '.join(sorted(unknown))}.")
+            raise ValueError(f"unknown AVQConfig keys: {', '.join(sorted(map(str, unknown)))}.")
         return cls(**values)
 
     def for_layer(self, name: str, level: int) -> "AVQConfig":
@@ -325,7 +329,8 @@ def digits_of(value: float | None) -> str:
     number = Decimal(repr(value)).normalize()
     if number.is_infinite():
         return "inf"
-    return f"{number:e}" if 0 < number < Decimal("1e-3") else f"{number:f}"
+    is_short = not number or Decimal("1e-3") <= number < Decimal("1e16")
+    return f"{number:f}" if is_short else f"{number:e}"
 
 
 def is_within(layer: str, name: str) -> bool:
@@ -360,7 +365,7 @@ def check_threshold(value: Any, name: str = "threshold") -> float:
         raise TypeError(f"{name} must be a number, but got {value!r} ({type(value).__name__}).")
     if not 0 <= value <= math.inf:
         raise ValueError(f"{name} must be at least 0, but got {value}.")
-    return float(value)
+    return float(value) if value <= sys.float_info.max else math.inf
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:

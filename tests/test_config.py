@@ -41,6 +41,9 @@ def test_parses_both_forms(text, sizes, columns):
         (1, "1"),
         (200.0, "200"),
         (0.1, "0.1"),
+        (0.0028775334942001242, "0.0028775334942001242"),
+        (3e20, "3e+20"),
+        (10**400, "inf"),
     ],
 )
 def test_a_threshold_has_few_digits(threshold, digits):
@@ -251,3 +254,7 @@ def test_dict_round_trip():
     assert AVQConfig.from_dict(asdict(config)) == config
     with pytest.raises(ValueError, match=r"unknown AVQConfig keys: num_parent, tile\."):
         AVQConfig.from_dict({"tile": 1, "num_parent": 2, "num_parents": 3})
+    with pytest.raises(ValueError, match=r"unknown AVQConfig keys: 1, tile\."):
+        AVQConfig.from_dict({"tile": 1, 1: 2})
+    with pytest.raises(TypeError, match=r"must be a mapping, but got \['M64'\]\."):
+        AVQConfig.from_dict(["M64"])

@@ -19,7 +19,7 @@ from avq_diffusers.attention.tensors import Tensors
 from avq_diffusers.attention.torch_forward import Tiles, choose, summarize, tile_queries
 from avq_diffusers.codebook.assignment import across_heads, heads_first, leaf_sums
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import Spec
+from avq_diffusers.config import RESOLUTIONS, Spec
 
 ACTIVE_SHARE = 0.01
 
@@ -144,8 +144,11 @@ def quantization_error(key: Tensor, codebook: Codebook | None, **options: Any) -
         (H,); 0 is exact, 1 is the error of a single codeword at the mean of the keys.
     """
     loss = commitment_loss(key, codebook, **options)
-    variance = heads_first(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
-    return loss / variance.clamp(min=torch.finfo(loss.dtype).tiny)
+    key = heads_first(key).to(loss.dtype)
+    variance = key.var(dim=1, correction=0).sum(dim=-1)
+    rounding = (8 * torch.finfo(loss.dtype).eps) ** 2 * key.square().sum(dim=-1).mean(dim=1)
+    # Of equal keys, both are what rounding leaves.
+    return torch.where(variance > rounding, loss / variance, 0)
 
 
 def leaf_counts(key: Tensor, codebook: Codebook | None, **options: Any) -> Tensor:
@@ -202,7 +205,9 @@ def _call(
     options: Mapping[str, Any],
 ) -> tuple[Tensors, Spec]:
     """The checked call of `avq_attention`, with keys standing in for values."""
-    given: dict[str, Any] = {"num_refined": 0, **options}
+    given = dict(options)
+    if not given.keys() & {*RESOLUTIONS}:
+        given["num_refined"] = 0  # no matter for what does not depend on queries
     inputs = {x: given.pop(x) for x in ("query_order", "key_order", "scale") if x in given}
     tensors = Tensors.of(query, key, key, codebook, **inputs)
     if codebook is not None:

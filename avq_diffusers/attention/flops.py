@@ -28,6 +28,8 @@ def forward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spe
 def backward_flops(query: Sequence[int], num_keys: int, num_sinks: int, spec: Spec) -> int:
     """Operations of a backward pass, which assigns the keys and computes the logits again."""
     others = _assignment(query, num_keys, spec) + 3 * _first_order(query, num_keys, spec)
+    if not spec.means:
+        others += _moments(query, num_keys, spec)
     return others + 5 * _product(query, num_sinks, spec)
 
 
@@ -43,6 +45,13 @@ def _first_order(query: Sequence[int], num_keys: int, spec: Spec) -> int:
         return 0
     batch, heads, num_queries, dim = query
     return 2 * batch * heads * (num_keys + num_queries) * dim**2
+
+
+def _moments(query: Sequence[int], num_keys: int, spec: Spec) -> int:
+    """The moments of stored codewords, which straight-through gradients of keys are read from."""
+    batch, heads, num_queries, dim = query
+    assert spec.columns is not None  # stored codewords have no threshold
+    return 2 * batch * heads * (num_queries * spec.columns * (1 + dim) + num_keys * dim) * (1 + dim)
 
 
 def _assignment(query: Sequence[int], num_keys: int, spec: Spec) -> int:

@@ -26,7 +26,7 @@ def guarded(
     expected: Callable[[Tensors], list[Tensor]],
     of: str = "attention",
 ) -> list[Tensor] | None:
-    """The results of kernels; None if Triton cannot make them for the GPU, or they are wrong.
+    """The results of kernels; None if Triton cannot make them for the GPU, or they do not pass.
 
     Args:
         run: launches the kernels; takes stored codewords in their form, if there are any.

@@ -82,6 +82,11 @@ def test_arguments_are_refused_as_by_attention():
             function(query, key, codebook, -1)
     with pytest.raises(ValueError, match="query_tile must be at least 1, but got 0"):
         attention_mass(query, key, codebook, query_tile=0)
+    of_keys = {"num_parents": 4, "num_children": 2}
+    for options in ({"threshold": 0.1}, {"num_refined": 2}):
+        assert torch.equal(
+            leaf_counts(key, None, **of_keys, **options), leaf_counts(key, None, **of_keys)
+        )
 
 
 def test_commitment_loss_is_the_squared_distance_to_the_leaf():
@@ -119,6 +124,8 @@ def test_quantization_error_is_relative_to_one_codeword_at_the_mean():
     )
     every_key = Codebook(key[0], key[0][:, :, None][:, :, :0])
     assert (quantization_error(key[:1], every_key) < 1e-12).all()
+    equal = torch.full_like(key, 0.1)
+    assert (diagnostics.quantization_error(equal, None, num_parents=4) == 0).all()
 
 
 def test_leaf_counts():

@@ -173,6 +173,32 @@ def test_gradients_that_are_wrong_or_do_not_fit_come_from_pytorch(monkeypatch, c
     assert all(map(torch.equal, found, gradients("torch")))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_data_that_are_not_finite_say_nothing_of_kernels(monkeypatch, number):
+    """Catches a fault for what PyTorch gives, too, such as a gradient that overflows, and a check
+    that such data pass for the calls after them."""
+    *others, value = TOKENS
+    value = value.clone()
+    value[-1, 0, 3] = number
+    found, expected = (
+        avq_attention(*others, value, **OPTIONS, backend=x) for x in ("triton", "torch")
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not limits.faults
+    spoil(monkeypatch, *WRONG_KERNELS["a number is NaN"])
+    with pytest.warns(UserWarning, match="a wrong result on this GPU"):
+        attention()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e25])
+def test_distance_is_relative(size):
+    """Catches squares that overflow."""
+    expected = size * TOKENS[0]
+    assert self_check.distance(expected * (1 + 1e-6), expected) < 1e-5
+    assert self_check.distance(1.5 * expected, expected) > 0.4
+
+
 @pytest.mark.parametrize("options", [{}, {"num_refined": None}])
 @pytest.mark.parametrize(
     "dtype",
