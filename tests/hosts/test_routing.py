@@ -496,12 +496,25 @@ class TestThreshold:
             predict(unet)
         assert runs(unet) == {"AVQ (torch backend)"}
 
-    def test_another_number_of_tokens_is_asked_again(self, unet, trials):
-        predict(apply_avq(unet, self.CONFIG.changed(threshold=0)))
-        predict(unet)
-        predict(unet, height=8)
-        predict(unet, height=8)
-        assert calls(unet) == [{"AVQ": 2, "faster": 2}]
+    def test_another_number_of_tokens_is_asked_once(self, unet, trials):
+        """Catches AVQ in each call of two sizes in turns, and of the parts of a schedule."""
+        apply_avq(unet, self.CONFIG.changed(threshold=0))
+        for _ in range(3):
+            predict(unet)
+            predict(unet, height=8)
+        assert calls(unet) == [{"AVQ": 2, "faster": 4}]
+        set_threshold(unet, {1000: 0, 500: 1e-9})
+        for timestep in (900, 100) * 3:
+            unet(torch.ones(1, 4, 16, 16), timestep, torch.ones(1, 5, 32))
+        assert calls(unet) == [{"AVQ": 2, "faster": 4}]
+
+    def test_kinds_of_calls_are_few(self, unet, trials):
+        """Catches columns that are kept for each size of image that a server has ever made."""
+        apply_avq(unet, self.CONFIG.changed(threshold=0))
+        for height in range(columns.MOST_KINDS + 2):
+            predict(unet, height=4 + 2 * height)
+        (layer,) = select_layers(unet)
+        assert len(layer.avq_state.kinds) == columns.MOST_KINDS
 
     def test_readings_are_few(self, unet, trials, reads):
         """Catches a wait for the GPU in each call, columns of the first call for ever, and a seed

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from avq_diffusers.attention.tensors import mean_columns
-from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core.ranks import Ranks, agreed
 from avq_diffusers.hosts.core.routing import next_power_of_two
 
 USUAL_COLUMNS = 192  # until a layer's first call told, such as in compiled code
 LAST_READING = 16  # calls after which the choice of attention stays, so that images repeat
+MOST_KINDS = 16  # of calls, whose columns are remembered
 
 
 def rounded(columns: int) -> int:
@@ -22,31 +22,33 @@ def rounded(columns: int) -> int:
 
 @dataclass
 class Needed:
-    """The columns that a layer needs in calls of one kind, read rarely: that waits for the GPU.
+    """The columns that a layer needs in calls with the same options and number of tokens, read
+    rarely: that waits for the GPU.
 
     Attributes:
-        kind: options and number of tokens; the paper's form needs no columns read.
+        has_begun: whether such a call has.
+        shown: `Attended.shown` of the last AVQ call outside compiled code and CUDA graphs.
         columns: codewords and keys of a query tile, on average, at the last reading.
         num_calls: earlier calls, counted as the next one begins.
         num_read: how many there were at the last reading.
     """
 
-    kind: tuple[Spec, int] | None = None
+    has_begun: bool = False
+    shown: Tensor | None = None
     columns: int = USUAL_COLUMNS
     num_calls: int = 0
     num_read: int = 0
 
-    def count(self, shown: Tensor | None, ranks: Ranks | None) -> None:
+    def count(self, ranks: Ranks | None) -> None:
         """Count a call, and read its columns if it was the first or calls doubled since.
 
         Args:
-            shown: `Attended.shown` of the last AVQ call; None if there was none.
             ranks: the ranks that run the layer together.
         """
         self.num_calls += 1
         if self.num_read < LAST_READING and self.num_calls >= max(1, 2 * self.num_read):
-            self.columns = agreed(ranks, lambda: self._columns_of(shown))
+            self.columns = agreed(ranks, self._columns_shown)
             self.num_read = self.num_calls
 
-    def _columns_of(self, shown: Tensor | None) -> int:
-        return self.columns if shown is None else math.ceil(mean_columns(shown))
+    def _columns_shown(self) -> int:
+        return self.columns if self.shown is None else math.ceil(mean_columns(self.shown))

@@ -193,7 +193,8 @@ class Watch(ABC):
     @property
     def states(self) -> list[LayerState]:
         """Of the layers that still have AVQ, which may have been removed through another model."""
-        return [state for layer in self.layers if (state := layer.avq_state) is not None]
+        found = [layer.avq_state for layer in self.layers]  # no `:=`, which Dynamo does not trace
+        return [state for state in found if state is not None]
 
     def attach(self, caller: nn.Module) -> list[RemovableHandle]:
         """Register the hooks."""

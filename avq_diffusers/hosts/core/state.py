@@ -18,7 +18,7 @@ from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.attention.tensors import Attended, Tensors
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Spec
-from avq_diffusers.hosts.core.columns import LAST_READING, Needed, rounded
+from avq_diffusers.hosts.core.columns import LAST_READING, MOST_KINDS, Needed, rounded
 from avq_diffusers.hosts.core.interception import backend_interception, score_interception
 from avq_diffusers.hosts.core.layers import LayerSpec
 from avq_diffusers.hosts.core.ranks import Joined, Ranks, joined_order
@@ -81,6 +81,7 @@ class Call(NamedTuple):
         backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
         num_beside: number of other tokens beside the grid, such as text, or `REST`.
         beside_first: whether these come before the grid.
+        needed: the columns that such calls need; None without a threshold, or in compiled code.
         break_even: the numbers of tokens from which AVQ is faster; None if AVQ runs whatever they
             are.
         ranks: the ranks that run the model together; None if it runs in one process.
@@ -93,6 +94,7 @@ class Call(NamedTuple):
     backward: int
     num_beside: int = 0
     beside_first: bool = False
+    needed: Needed | None = None
     break_even: BreakEven | None = None
     ranks: Ranks | None = None
     joined: Joined | None = None
@@ -152,7 +154,8 @@ class LayerState:
         last_call: the kind of the last call.
         last_backend: the backend of the last AVQ call.
         shown: `Attended.shown` of the last AVQ call outside compiled code and CUDA graphs.
-        needed: the columns that calls with a threshold need.
+        needed: the columns that the last call with a threshold needed.
+        kinds: those of the last kinds of calls, by options and number of tokens.
         settled: what decided the last call, None if the next one may run otherwise, and the call.
         function: computes attention in measurements and training; None is AVQ.
         bypassed_by: the processor class that computed the last call's attention out of AVQ's sight;
@@ -187,6 +190,7 @@ class LayerState:
         self.last_backend: str | None = None
         self.shown: Tensor | None = None
         self.needed = Needed()
+        self.kinds: dict[tuple[Spec, int], Needed] = {}
         self.settled: tuple[tuple[Any, ...] | None, Call | None] = None, None
         self.function: AttentionFunction | None = None
         self.bypassed_by: type | None = None
@@ -202,7 +206,7 @@ class LayerState:
         # A new object: threads hold values of the old one.
         self.spec = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
         self.calls, self.last_call = Counter(), None
-        self.shown, self.needed, self.settled = None, Needed(), (None, None)
+        self.shown, self.needed, self.kinds, self.settled = None, Needed(), {}, (None, None)
         self.allocation = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, num_tokens: int) -> None:
@@ -259,7 +263,9 @@ class LayerState:
         )
         if exact_because is not None or not self.route.is_open(device):
             return call
-        if torch.compiler.is_compiling() and ranks is None:
+        if not torch.compiler.is_compiling():
+            call = call._replace(needed=self._needed_in(call))
+        elif ranks is None:
             self._measure_while_tracing(call, tokens)
         return call._replace(break_even=self._break_even(call, hidden_states))
 
@@ -271,7 +277,7 @@ class LayerState:
             return True
         if call.break_even is None or call.query_order is None:
             return False
-        is_read = call.spec.threshold is None or self.needed.num_read >= LAST_READING
+        is_read = call.needed is None or call.needed.num_read >= LAST_READING
         return is_read and not call.break_even.unknown(call.query_order.shape[0])
 
     def _order(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
@@ -361,19 +367,28 @@ class LayerState:
             traced = self.workload(*place)
             may_be_faster = traced.may_be_faster(num_tokens)
             return self.route.learn(traced, device) if may_be_faster else NEVER_FASTER
-        kind = call.spec, num_tokens
-        if self.needed.kind != kind:
-            self.needed = Needed(kind)
-            if call.spec.threshold is not None:
+        if call.needed is not None:
+            self.needed, has_begun = call.needed, call.needed.has_begun
+            call.needed.has_begun = True
+            if not has_begun:
                 return None
-        # All ranks count alike, also where one of them runs exact attention.
-        has_shown = self.shown is not None or call.ranks is not None
-        if call.spec.threshold is not None and has_shown and not is_recorded(device):
-            self.needed.count(self.shown, call.ranks)
-        workload = self.workload(*place)
+            # All ranks count alike, also where one of them runs exact attention.
+            has_shown = call.needed.shown is not None or call.ranks is not None
+            if has_shown and not is_recorded(device):
+                call.needed.count(call.ranks)
+        workload = self.workload(*place, call.needed)
         if not workload.may_be_faster(num_tokens):
             return NEVER_FASTER
         return self.route.learn(workload, device, self._trial(call, batch), call.ranks)
+
+    def _needed_in(self, call: Call) -> Needed | None:
+        """The columns that calls like this one need, as far as known."""
+        if call.spec.threshold is None or call.query_order is None:
+            return None
+        kind = call.spec, call.query_order.shape[0]
+        if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:
+            del self.kinds[next(iter(self.kinds))]
+        return self.kinds.setdefault(kind, Needed())
 
     def _measure_while_tracing(self, call: Call, tokens: Tokens) -> None:
         """Measure the route of a call that is being compiled, unless its sizes are symbols."""
@@ -444,11 +459,13 @@ class LayerState:
         device: torch.device,
         spec: Spec,
         ranks: Ranks | None = None,
+        needed: Needed | None = None,
     ) -> Workload:
-        """The workload for a batch of tokens; with a threshold, that of the columns needed."""
+        """The workload for a batch of tokens; with a threshold, that of the columns needed, by
+        default in the last call."""
         columns = spec.columns
         if columns is None:
-            columns = rounded(max(spec.num_parents, self.needed.columns))
+            columns = rounded(max(spec.num_parents, (needed or self.needed).columns))
         return Workload(
             batch_heads=next_power_of_two(batch * self._num_heads_in(ranks)),
             head_dim=self.head_dim,
@@ -478,6 +495,8 @@ class LayerState:
             self.last_backend = attended.backend
             if not is_recorded(query.device):
                 self.shown = attended.shown
+                if call.needed is not None:
+                    call.needed.shown = attended.shown
         return attended.output
 
     def _attended(
