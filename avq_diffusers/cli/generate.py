@@ -60,21 +60,16 @@ def generate_image(
         name_progress(pipe, "image with exact attention")
         with avq_disabled(pipe):
             exact = timed_image(pipe, request).image
+        likeness = psnr(avq, exact)
+        images = [exact, avq, difference(exact, avq)]
+        titles = ["exact", "AVQ", f"difference x{DIFFERENCE_GAIN}, PSNR {likeness:.1f} dB"]
+        save_image(avq, output)
+        save_sheet(image_sheet([images], titles, row_titles=[str(request)]), output)
         name_progress(pipe, "timing steps of both in turns")
         times = step_times(pipe, request)
 
-    likeness = psnr(avq, exact)
-    save_image(avq, output)
-    sheet = image_sheet(
-        [[exact, avq, difference(exact, avq)]],
-        [
-            "exact",
-            f"AVQ, {speed_in_words(times)}",
-            f"difference x{DIFFERENCE_GAIN}, PSNR {likeness:.1f} dB",
-        ],
-        row_titles=[str(request)],
-    )
-    save_sheet(sheet, output)
+    titles[1] += f", {speed_in_words(times)}"
+    save_sheet(image_sheet([images], titles, row_titles=[str(request)]), output)
     legend = LEGEND if tolerance is None else f"{LEGEND}\n{EFFECT_LEGEND}"
     print(f"{report}\n{legend}\n")
     smaller = 0.02

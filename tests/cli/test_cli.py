@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline
 from PIL import Image
 from tiny import (
     CONFIG,
@@ -132,6 +132,17 @@ def test_generate_with_the_embedded_model(avq, tmp_path):
     assert "PSNR" in output
     assert "image:avq.pngsheet:avq_sheet.png(exact,AVQ,difference)" in output
     assert entry_points(group="console_scripts")["avq"].value == "avq_diffusers.cli.main:main"
+
+
+def test_images_are_saved_before_steps_are_timed(generate, monkeypatch):
+    """Catches both images, minutes of work, lost where timing fails."""
+
+    def fail(*_):
+        raise ValueError("no times")
+
+    monkeypatch.setattr(generation, "step_times", fail)
+    assert generate()[0] == 2
+    assert lefts(pixels("avq_sheet.png"), pixels("avq.png")) > MARGIN  # beside the exact one
 
 
 def test_a_route_is_that_of_apply_avq(avq, model, monkeypatch):
@@ -298,12 +309,18 @@ def test_the_outcome_is_said_in_words(avq, likeness, speed, look):
     assert ("AVQ pays off on larger" in generation.speed_line(times)) == (max(avq) >= 2)
 
 
-def test_steps_are_timed_in_turns(monkeypatch):
-    """Catches runs one after the other, which a machine's drift sets apart, and cold steps."""
+@pytest.mark.parametrize(
+    ("scheduler", "num_added"),
+    [(DDIMScheduler, 0), (PNDMScheduler, 1), (HeunDiscreteScheduler, 7)],
+)
+def test_steps_are_timed_in_turns(monkeypatch, scheduler, num_added):
+    """Catches runs one after the other, which a machine's drift sets apart, cold steps, and the
+    steps that a scheduler adds: an odd number of them left one without its pair."""
     monkeypatch.setattr(images, "TIMED_PAIRS", 3)
     pipe = two_level_pipe()
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
     apply_avq(pipe, AVQConfig.parse("M4P2C2"), route="always")
-    waits = iter((3, 3, *images.TIMED_PAIRS * (0.8, 0.4)))
+    waits = iter((3, 3, *images.TIMED_PAIRS * (0.8, 0.4), *num_added * (9,)))
     modes, clock = [], [0.0]
     monkeypatch.setattr(images, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
@@ -313,7 +330,8 @@ def test_steps_are_timed_in_turns(monkeypatch):
 
     pipe.unet.register_forward_pre_hook(wait)
     times = images.step_times(pipe, ImageRequest(PROMPT, None, 64, 64, 1, 7.5))
-    assert modes == [True, False] * (1 + images.TIMED_PAIRS)
+    assert len(modes) == 2 + 2 * images.TIMED_PAIRS + num_added
+    assert modes == [call % 2 == 0 for call in range(len(modes))]
     assert times.exact == pytest.approx([0.8] * images.TIMED_PAIRS)
     assert times.avq == pytest.approx([0.4] * images.TIMED_PAIRS)
     assert next(iter(states_of(pipe).values())).enabled
