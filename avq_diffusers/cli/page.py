@@ -155,26 +155,37 @@ class _Events:
                 row["runs"] += f", {row['config']}"
         return {"value": [[row[x] for x in REPORTED] for row in layers], "headers": [*REPORTED]}
 
+    def begin(self, visitor: gr.Request) -> gr.Button:
+        """Let a visitor's runs start; returns the button that cancels them."""
+        self.working.add(visitor.session_hash)
+        return gr.Button(CANCEL, visible=True)
+
     def cancel(self, visitor: gr.Request) -> None:
-        """Stop a visitor's run at its next step."""
+        """Stop a visitor's run at its next step, and those that are still queued."""
         self.working.discard(visitor.session_hash)
 
     def _after_step(
         self, visitor: gr.Request, tell: Callable[[int], None] | None = None
     ) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` that tells of steps and stops cancelled runs."""
-        session = visitor.session_hash
-        self.working.add(session)
+        """A `callback_on_step_end` that tells of steps and stops cancelled runs.
+
+        Raises:
+            gr.Error: the run was cancelled while it was queued.
+        """
+
+        def stop_if_cancelled() -> None:
+            if visitor.session_hash not in self.working:
+                raise gr.Error("Cancelled.", print_exception=False)
 
         def after_step(
             pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
         ) -> dict[str, Any]:
-            if session not in self.working:
-                raise gr.Error("Cancelled.", print_exception=False)
+            stop_if_cancelled()
             if tell is not None:
                 tell(step + 1)
             return tensors
 
+        stop_if_cancelled()
         after_step.only_watches = True  # type: ignore[attr-defined]
         return after_step
 
@@ -253,17 +264,14 @@ def build_page(
             "show_progress_on": avq,
             **pipeline,
         }
-        shows_cancel, hides_cancel = (
-            {
-                "fn": partial(gr.Button, CANCEL, visible=is_visible),
-                "outputs": cancel,
-                "queue": False,
-                "api_visibility": "private",
-            }
-            for is_visible in (True, False)
-        )
-        gr.on([button.click, dial.input, tolerance.input], **shows_cancel)
-        gr.on([dial.input, tolerance.input], **refine).then(**hides_cancel)
+        begin = {"fn": events.begin, "outputs": cancel, "queue": False}
+        hides_cancel = {
+            "fn": partial(gr.Button, CANCEL, visible=False),
+            "outputs": cancel,
+            "queue": False,
+            "api_visibility": "private",
+        }
+        gr.on([dial.input, tolerance.input], **begin).then(**refine).then(**hides_cancel)
         tolerance.input(
             lambda chosen: gr.Radio(visible=chosen == NO_TOLERANCE),
             tolerance,
@@ -271,7 +279,7 @@ def build_page(
             queue=False,
             api_visibility="private",
         )
-        generated = button.click(
+        generated = button.click(**begin).then(
             events.generate_exact,
             [shown, prompt, width, height, seed, steps],
             [shown, exact, avq, differing],

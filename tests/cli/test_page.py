@@ -87,15 +87,23 @@ class Visitor:
 
         self.client = Client(address, verbose=False, download_files=folder, analytics_enabled=False)
 
+    def press(self, name: str, **fields):
+        """The job of an event, begun as the page does it."""
+        self.client.predict(api_name="/begin")
+        return self.client.submit(api_name=f"/{name}", **fields)
+
+    def cancel(self, *_) -> None:
+        self.client.predict(api_name="/cancel")
+
     def press_generate(self, **changes) -> tuple[str, np.ndarray]:
         """Title and pixels of the exact image."""
-        exact = self.client.predict(api_name="/generate_exact", **FIELDS | changes)[0]
+        exact = self.press("generate_exact", **FIELDS | changes).result()[0]
         return exact["label"], np.asarray(Image.open(exact["value"]))
 
     def turn(self, dial: str = "0.0001", tolerance: str = NO_TOLERANCE):
         """Title and pixels of the AVQ image and of the difference, and the rows of the report."""
         fields = {"dial": dial, "tolerance": tolerance}
-        *images, report = self.client.predict(api_name="/generate_avq", **fields)
+        *images, report = self.press("generate_avq", **fields).result()
         shown = [(x["label"], np.asarray(Image.open(x["value"]))) for x in images]
         return *shown, report["value"]["data"]
 
@@ -194,14 +202,38 @@ def test_cancelled_work_stops(visit, calls, reference):
 
     gone, (steps, act) = visit(), calls
     act.append(lambda: time.sleep(0.02))
-    job = gone.client.submit(api_name="/generate_exact", **FIELDS | {"steps": 100})
+    job = gone.press("generate_exact", **FIELDS | {"steps": 100})
     while not steps:
         time.sleep(0.01)
-    gone.client.predict(api_name="/cancel")
+    gone.cancel()
     with pytest.raises(AppError, match="Cancelled"):
         job.result(timeout=60)
     assert len(steps) < 50
     assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
+
+
+def test_cancelled_work_does_not_start(visit, calls, site):
+    """Catches an image that its visitor cancelled while it was queued behind another visitor's, and
+    an AVQ image that its visitor cancelled while the exact one was decoded."""
+    from gradio_client.exceptions import AppError
+
+    gone, (steps, act) = visit(), calls
+    act.append(lambda: time.sleep(0.02))
+    other = visit().press("generate_exact", **FIELDS | {"steps": 20})
+    while not steps:
+        time.sleep(0.01)
+    queued = gone.press("generate_exact", **FIELDS)
+    gone.cancel()
+    other.result(timeout=60)
+    with pytest.raises(AppError, match="Cancelled"):
+        queued.result(timeout=60)
+    assert len(steps) == 20
+    decoding = site[1].vae.decoder.register_forward_pre_hook(gone.cancel)
+    gone.press_generate()
+    decoding.remove()
+    with pytest.raises(AppError, match="Cancelled"):
+        gone.client.predict(api_name="/generate_avq", dial=COARSE, tolerance=NO_TOLERANCE)
+    assert len(steps) == 21
 
 
 def test_fields_are_refused_in_one_sentence():
