@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -235,17 +236,20 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def real_features(folder: Path, files: Sequence[Path], extract: Networks, cache: Path) -> Tensor:
-    """Features (n, D) of real images, through the cache."""
+    """Features (n, D) of real images, through the cache, which need not be writable."""
     names = [str(path.relative_to(folder)) for path in files]
     resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
     fingerprint = json.dumps([extract.name, "whole", resizing, names, sha256_all(files)])
     cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
     try:
         return load_file(cached, device=str(extract.device))["features"]
-    except (FileNotFoundError, KeyError, SafetensorError):
+    except (OSError, KeyError, SafetensorError):
         features, _ = extract(files, prepare, description=f"images in {folder}")
-    with atomic_write(cached, shared=True) as temporary:
-        save_file({"features": features.cpu()}, temporary)
+    try:
+        with atomic_write(cached, shared=True) as temporary:
+            save_file({"features": features.cpu()}, temporary)
+    except OSError as error:
+        warnings.warn(f"features of real images are not kept: {error}", stacklevel=2)
     return features
 
 

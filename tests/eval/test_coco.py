@@ -401,11 +401,12 @@ def test_mistakes_leave_no_folder(place, changes, message):
 
 
 def test_real_features_are_found_again_while_the_files_are_the_same(place, exact):
-    """Catches features that are always made anew, those of other files, and a damaged cache."""
+    """Catches features that are always made anew, those of other files, a damaged cache, and work
+    that is lost to a cache that cannot be written."""
     real = place / "real"
 
-    def scored(output):
-        return score(place, "exact", real=real, output=output, images=2)
+    def scored(output, **changes):
+        return score(place, "exact", real=real, output=output, images=2, **changes)
 
     shutil.copytree(place / "scenes/images", real)
     assert scored("first")[0] == 0
@@ -425,7 +426,9 @@ def test_real_features_are_found_again_while_the_files_are_the_same(place, exact
     for file in (place / "cache").iterdir():
         file.write_bytes(b"damaged")
     assert scored("third")[0] == 0
-    assert rows_of(place, "first") == rows_of(place, "third")
+    with pytest.warns(UserWarning, match="real images are not kept: .* could not be written"):
+        assert scored("fourth", cache=path)[0] == 0
+    assert rows_of(place, "first") == rows_of(place, "third") == rows_of(place, "fourth")
 
 
 def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
