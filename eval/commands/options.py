@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avq_diffusers.mini import is_mini_sd3, model_path
+from avq_diffusers.mini import MINI_SD, is_mini_sd3, model_path
 from avq_diffusers.options import dtype_name, folder_to_write, multiple_of
 from distill.scenes import TEST_SEEDS, VALIDATION_SEEDS, Scene, sample_scene
 
@@ -91,11 +91,14 @@ def result_name(
     size: int | None = None,
     dilated: bool = False,
 ) -> str:
-    """Name of a result file without extension; includes a size other than the model's own."""
+    """Name of a result file without extension.
+
+    It includes a model other than mini-sd, and a size other than the model's own.
+    """
+    name = "" if model == MINI_SD else f"_{Path(model).resolve().name.replace('-', '_')}"
+    at_levels = "" if is_mini_sd3(model) else f"_levels{''.join(map(str, levels))}"
     suffix = (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
-    if is_mini_sd3(model):
-        return f"{command}_mini_sd3{suffix}"
-    return f"{command}_levels{''.join(map(str, levels))}{suffix}"
+    return f"{command}{name}{at_levels}{suffix}"
 
 
 def some_of(option: str, text: str, known: Iterable[str]) -> list[str]:

@@ -40,13 +40,14 @@ def rows_of(path):
 
 
 def test_images_of_prompts_that_were_not_probed(tmp_path):
-    """Catches images of another plan than the one whose time and error are told."""
+    """Catches images of another plan than the one whose time and error are told, and a result that
+    replaces that of another model."""
     two_level_pipe().save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1,2"]
     arguments += ["--tolerances", "0.00001,0.5", "--methods", f"{COARSE}/own,tome@.5"]
     arguments += ["--output", tmp_path]
     run_command("tolerance", *arguments)
-    rows = rows_of(tmp_path / "tolerance_levels01.json")
+    rows = rows_of(tmp_path / "tolerance_model_levels01.json")
     asked, exact = rows["tolerance 1e-05"], rows["exact"]
     assert (asked["psnr"], asked["times_as_fast"]) == (exact["psnr"], 1)
     assert asked["errors"] == exact["errors"] == [0.0, 0.0]
@@ -70,7 +71,8 @@ def test_every_step_is_timed_on_a_gpu(tmp_path):
     arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 2, "--steps", "1"]
     arguments += ["--tolerances", "0.5", "--methods", "M4/own,tome@.5", "--output", tmp_path]
     run_command("tolerance", *arguments, "--device", "cuda")
-    assert all(row["ms"] > 0 for row in rows_of(tmp_path / "tolerance_levels01.json").values())
+    rows = rows_of(tmp_path / "tolerance_model_levels01.json")
+    assert all(row["ms"] > 0 for row in rows.values())
 
 
 def test_errors_of_batches_are_those_of_each_prompt_alone():
