@@ -19,7 +19,6 @@ from eval.commands.options import (
     Output,
     PNDMSteps,
     Scorer,
-    Size,
 )
 from eval.store.report import RESULTS, save_json
 
@@ -181,7 +180,9 @@ def coco_write_command(
         int,
         typer.Option(min=0, max=len(TEST_SEEDS) - 1, help="The first of mini-sd's test scenes."),
     ] = 0,
-    size: Size = 256,
+    size: Annotated[
+        int, typer.Option(callback=multiple_of(64), help="Side of the images, a multiple of 64.")
+    ] = 256,
 ) -> None:
     """Write test scenes as a dataset in COCO's format: images, annotations with captions.
 

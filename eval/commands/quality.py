@@ -9,7 +9,6 @@ import typer
 
 from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from distill.environment import environment
-from distill.scenes import IMAGE_SIZE
 from eval.commands.options import (
     AnyModel,
     Batch,
@@ -117,7 +116,7 @@ def scenes_command(
     steps: Steps = 25,
     batch: Batch = None,
     levels: Levels = "0",
-    size: Size = IMAGE_SIZE,
+    size: Size = None,
     dilated: Dilated = False,
     compiled: Compiled = False,
     resume: Annotated[
@@ -138,14 +137,17 @@ def scenes_command(
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16
     """
     from avq_diffusers.mini.loading import usual_guidance
-    from eval.methods.running import load_pipeline
+    from eval.methods.running import load_pipeline, network_of
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer as SceneScorer
     from eval.quality.scene_rows import finished_rows, scenes_table
     from eval.quality.scenes import Trial, score_methods
 
-    place = device_of(device)
+    numbers, place = numbers_of("--levels", levels), device_of(device)
     dtype, batch = usual_dtype(place), batch or (64 if place.type == "cuda" else 4)
+    pipe = load_pipeline(model, place, dtype)
+    own_size = network_of(pipe).config.sample_size * pipe.vae_scale_factor
+    size = size or own_size
     drawn = held_out_scenes(2 * images)
     trial = Trial(
         methods=methods.split(","),
@@ -159,10 +161,9 @@ def scenes_command(
             is_compiled=compiled,
         ),
         calibration_prompts=calibration_prompts(),
-        levels=numbers_of("--levels", levels),
+        levels=numbers,
         first_seed=first_seed,
     )
-    pipe = load_pipeline(model, place, dtype)
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
@@ -178,8 +179,7 @@ def scenes_command(
         "scalecrafter": dilation_facts(pipe, trial.settings),
         "compiled": compiled,
     }
-    other_size = None if size == IMAGE_SIZE else size
-    name = result_name("scenes", model, trial.levels, other_size, dilated)
+    name = result_name("scenes", model, numbers, None if size == own_size else size, dilated)
     path = output / f"{name}{f'_seed{first_seed}' if first_seed else ''}.json"
     finished = {}
     if resume and path.exists():

@@ -77,11 +77,12 @@ def test_methods_change_every_layer_and_restore(pipe):
 
 
 def test_scenes_of_a_transformer(folder, scorer_folder, tmp_path):
-    """Fails for methods that leave the images as they are, and a file of mini-sd's name."""
+    """Fails for methods that leave the images as they are, and a file of mini-sd's name or size."""
     options = ["--model", folder, "--scorer", scorer_folder, "--images", 2, "--steps", 2]
-    options += ["--size", 64, "--methods", "exact,value-projection,M4P2C2/own"]
+    options += ["--methods", "exact,value-projection,M4P2C2/own"]
     run_command("scenes", *options, "--output", tmp_path)
-    document = json.loads((tmp_path / "scenes_mini_sd3_64.json").read_text())
+    document = json.loads((tmp_path / "scenes_mini_sd3.json").read_text())
+    assert document["size"] == 64  # the model's own
     *_, control, own = document["rows"]
     assert 10 < control["psnr_median"] < own["psnr_median"] < 100
     assert (own["config"], own["origin"]) == ("M4P2C2/own", "own")

@@ -95,10 +95,10 @@ def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch):
     """Fails where rows are lost by a second kill, for a file that does not say its size and
     ScaleCrafter, or replaces that of another model, and for a bar that counts batches."""
     arguments = ["--model", model, "--output", tmp_path, "--images", 2, "--steps", 1]
-    arguments += ["--scorer", scorer_folder, "--scalecrafter"]
+    arguments += ["--scorer", scorer_folder, "--size", 256, "--scalecrafter"]
     code, printed, bars = run("scenes", *arguments, "--methods", "value-projection,exact")
     assert code == 0
-    path = tmp_path / "scenes_tiny_levels0_scalecrafter.json"
+    path = tmp_path / "scenes_tiny_levels0_256_scalecrafter.json"
     document = json.loads(path.read_text())
     rows = document["rows"]
     assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
