@@ -129,8 +129,8 @@ def scenes_command(
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
     PSNR and FID to exact compare with the images of `exact`, if it is among the methods. `merge`
-    averages runs with different seeds. It also joins runs with one seed, so that several GPUs can
-    share the methods.
+    averages runs with different seeds, which several GPUs can share: give each its own --first-seed
+    and the same --methods, with `exact` among them.
 
     Example: python -m eval scenes --images 5000
 
@@ -214,12 +214,15 @@ def merge_command(
         merge_runs,
         row_key,
         scenes_table,
+        without_differences,
     )
 
     documents = [_scenes_document(path) for path in results]
     rows = merge_runs(documents)
     print(f"{scenes_table(rows)}\n\nDifferences to exact attention, with the same noise:\n")
     print(f"{differences_table(rows)}\n")
+    if alone := without_differences(rows):
+        print(f"No differences without `exact` in the same files: {', '.join(alone)}")
     merged = set(map(row_key, rows))
     for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
         if key not in merged:

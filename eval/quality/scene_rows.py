@@ -60,6 +60,12 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return rows_table(DIFFERENCE_COLUMNS, different)
 
 
+def without_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The methods of merged rows that lack differences because a run lacks exact attention."""
+    compared = (row for row in rows if row["method"] not in (EXACT, REAL, BROKEN))
+    return [row["method"] for row in compared if row.get(LESS_EXACT["fid"]) is None]
+
+
 def finished_rows(
     document: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:

@@ -283,6 +283,7 @@ def test_runs_that_share_noise_are_not_merged():
 
 
 def test_the_merge_command(tmp_path):
+    """Catches rows that vanish from a table without a word."""
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     commands = [f"python -m eval scenes --first-seed {seed}" for seed in (1, 3)]
     for file, command, fid in zip(files, commands, (1, 3), strict=True):
@@ -292,6 +293,7 @@ def test_the_merge_command(tmp_path):
         report.save_json(file, command=command, device="cpu", **run)
     shown = run_command("merge", *files, "--output", tmp_path / "both.json")
     assert "| M4 | - | - | 2.000 ± 1.000 |" in shown
+    assert "No differences without `exact` in the same files: M4\n" in shown
     assert "Left out because a seed lacks it: M5, levels []" in shown
     document = json.loads((tmp_path / "both.json").read_text())
     assert [run["command"] for run in document["runs"]] == commands
