@@ -7,7 +7,9 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
@@ -115,6 +117,12 @@ def hide_torchvision_notes() -> None:
         return "requires torchvision" not in record.getMessage()
 
     logging.getLogger("transformers.utils.import_utils").addFilter(is_other)
+
+
+def print_any_text() -> None:
+    """Let stdout show escapes of characters that its encoding lacks, rather than fail."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def first_line(error: Exception) -> str:

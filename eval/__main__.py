@@ -2,7 +2,7 @@
 
 import typer
 
-from avq_diffusers.options import hide_torchvision_notes, restore_threads
+from avq_diffusers.options import hide_torchvision_notes, print_any_text, restore_threads
 from eval.commands import bench, coco, keys, pages, quality, reproduce, vision
 from eval.commands.options import run_app
 
@@ -24,6 +24,7 @@ def main() -> None:
     """Run the command."""
     restore_threads()
     hide_torchvision_notes()
+    print_any_text()
     run_app(app)
 
 

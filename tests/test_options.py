@@ -4,6 +4,9 @@ import codecs
 import json
 import logging
 import os
+import sys
+from importlib import import_module
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +61,18 @@ def test_prompts_are_text():
     ):
         with pytest.raises(ValueError, match=f"^the prompt {message}$"):
             not_empty(prompt)
+
+
+@pytest.mark.parametrize("program", ["avq_diffusers.cli.main", "eval.__main__"])
+def test_text_that_stdout_cannot_encode_is_printed(monkeypatch, program):
+    """Catches finished work that ends in exit code 2 because the prompt has a star."""
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["program", "--help"])
+    with pytest.raises(SystemExit):
+        import_module(program).main()
+    print("a \N{BLACK STAR}", flush=True)
+    assert written.getvalue().endswith(b"a \\u2605\n")
 
 
 def test_prompts_that_cannot_be_read(tmp_path):

@@ -18,7 +18,12 @@ from avq_diffusers.cli.hub import check_found
 from avq_diffusers.cli.output import check_image_path
 from avq_diffusers.cli.request import Dial, ImageRequest, ModelOptions, ModelRequest, Seed, Steps
 from avq_diffusers.mini import MINI_CODEBOOKS, usual_prompts
-from avq_diffusers.options import folder_to_write, hide_torchvision_notes, read_prompts
+from avq_diffusers.options import (
+    folder_to_write,
+    hide_torchvision_notes,
+    print_any_text,
+    read_prompts,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -250,6 +255,7 @@ def info() -> None:
 def main() -> None:
     """Run the command; a user error prints one sentence and exits with code 2."""
     hide_torchvision_notes()
+    print_any_text()
     try:
         app()
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
