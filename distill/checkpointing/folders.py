@@ -85,7 +85,8 @@ def check_digests(folder: Path) -> None:
 
 
 def _digests(folder: Path) -> dict[str, str | None]:
-    """Digests by file name; other processes may still write random states."""
+    """Digests by file name, without a killed process's temporary files; other processes may still
+    write random states."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS)
-    paths = [path for path in paths if not path.name.startswith("rng_state")]
+    paths = [path for path in paths if not path.name.startswith(("rng_state", TEMPORARY))]
     return dict(zip((path.name for path in paths), sha256_all(paths), strict=True))

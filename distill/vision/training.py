@@ -19,13 +19,12 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.files import write_text
 from distill.attention import CHILD
-from distill.checkpointing.folders import check_digests, write_digests
+from distill.checkpointing.folders import DIGESTS, check_digests, write_digests
 from distill.config_file import differing_keys, plain_values
 from distill.quantizer import recorded
 from distill.stored import (
@@ -296,8 +295,8 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
 
 
 def newest_checkpoint(output: Path) -> Path | None:
-    """The newest complete checkpoint; a killed run can leave one without its last file."""
-    found = [path.parent for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    """The newest complete checkpoint; a killed run can leave one without its digests."""
+    found = [path.parent for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{DIGESTS}")]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 

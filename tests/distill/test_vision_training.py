@@ -31,6 +31,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq
+from distill.checkpointing.folders import check_digests
 from distill.config_file import load_config
 from distill.vision import models
 from distill.vision.__main__ import app
@@ -213,16 +214,15 @@ def test_scores_are_those_of_the_definition():
 
 
 def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path):
-    """Catches weights that Trainer loses, and images or flips of another epoch after it; with
-    gradient checkpointing, layers that attend otherwise."""
+    """Catches weights that Trainer loses, and images or flips of another epoch after it; half a
+    checkpoint that is resumed from, or spoils the one that overwrites it; with gradient
+    checkpointing, layers that attend otherwise."""
     changes = {"attention": "M4P2C2", "trainer.max_steps": 7, **saving(5)}
     fine_tune(settings(place, **changes), tmp_path, resume=False)
     shutil.copytree(tmp_path, tmp_path / "whole")
     shutil.rmtree(tmp_path / "model")
-    for path in tmp_path.glob("checkpoint-7"):
-        shutil.rmtree(path)
-    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-99")  # a kill cut it short
-    (tmp_path / "checkpoint-99" / "trainer_state.json").unlink()
+    digests = tmp_path / "checkpoint-7" / "digests.json"
+    digests.rename(digests.with_name(".writing-digests.json"))  # a kill cut it short
     assert newest_checkpoint(tmp_path).name == "checkpoint-5"  # in the middle of an epoch
     path = tmp_path / "checkpoint-5" / "trainer_state.json"
     saved = path.read_text()
@@ -232,6 +232,7 @@ def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path):
     path.write_text(saved)
     fine_tune(settings(place, **changes), tmp_path, resume=True)
     assert_same_weights(tmp_path / "whole", tmp_path, rtol=1e-5, atol=1e-6)
+    check_digests(newest_checkpoint(tmp_path))
     again = settings(place, **changes, **{"trainer.gradient_checkpointing": "true"})
     fine_tune(again, tmp_path / "again", resume=False)
     assert_same_weights(tmp_path / "whole", tmp_path / "again", rtol=1e-4, atol=1e-5)
