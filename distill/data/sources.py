@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def _folder_rows(folder: Path, *, has_sidecars: bool) -> tuple[list[dict[str, An
         {"image": {"path": str(path), "bytes": None}, "caption": caption}
         for path, caption in zip(files, captions, strict=True)
     ]
-    return rows, [rows, sha256_all(files)]
+    return rows, [_contents(folder.absolute(), files), captions]
 
 
 def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
@@ -81,8 +82,8 @@ def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
     try:
         rows = datasets.load_dataset(config.path, split=config.split)
         local = sorted(path for path in Path(config.path).rglob("[!.]*") if path.is_file())
-        # The fingerprint covers revision and split, but of local files only size and time.
-        origin = [rows._fingerprint, sha256_all(local)]
+        # Of a dataset on the Hub, the fingerprint covers revision and split.
+        contents = _contents(Path(config.path), local) if local else rows._fingerprint
         found = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
     except (*LOADING_ERRORS, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
@@ -90,4 +91,10 @@ def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
             f"{config.path} cannot be loaded as source huggingface with images in the column "
             f"{image_column}: {reason}"
         ) from error
-    return found, [origin, columns]
+    return found, [contents, config.split, columns]
+
+
+def _contents(folder: Path, files: Sequence[Path]) -> list[tuple[str, str | None]]:
+    """Return what decides samples and their order, wherever the folder is and whenever copied."""
+    names = (path.relative_to(folder).as_posix() for path in files)
+    return list(zip(names, sha256_all(files), strict=True))

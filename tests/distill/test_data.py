@@ -352,28 +352,36 @@ def same_size(path):
 @pytest.mark.parametrize(
     ("kind", "file"), [("huggingface", "train.parquet"), ("folder", "e.txt"), ("folder", "e.png")]
 )
-def test_other_data_get_a_cache_of_their_own(kind, file, tmp_path):
-    """Catches a fingerprint of the path alone, and images of an older file of the same name."""
-    config = replace(source(kind, tmp_path), cache=str(tmp_path / "cache"))
+def test_other_data_get_a_cache_of_their_own(kind, file, tmp_path, monkeypatch):
+    """Catches a fingerprint of the path alone, of an absolute path or of times, which a copy does
+    not keep, one without the order of files, and images of an older file of the same name."""
+    config = replace(source(kind, tmp_path / "one"), path="data", cache=str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path / "one")
     make_stream(config)
     make_stream(replace(config, workers=1))
+    (tmp_path / "one").rename(tmp_path / "two")
+    monkeypatch.chdir(tmp_path / "two")
+    path = tmp_path / "two" / "data" / file
+    os.utime(path, (1, 1))
+    make_stream(config)
     count = 1
     assert folders(tmp_path / "cache") == count
     if kind == "huggingface":
-        for name, other in (("preprocessing", "linfusion"), ("num_samples", 4)):
+        for name, other in (("preprocessing", "linfusion"), ("num_samples", 4), ("split", "all")):
             make_stream(replace(config, **{name: other}))
             count += 1
             assert folders(tmp_path / "cache") == count, name
-    path = tmp_path / "data" / file
-    state = path.stat()
-    if kind == "huggingface":
-        os.utime(path, (1, 1))  # as of another download
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        rows.select(range(4, -1, -1)).to_parquet(path)
     else:
         path.write_bytes(path.read_bytes().upper() if file == "e.txt" else same_size(path))
-        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    os.utime(path, (1, 1))
+    make_stream(config)
+    for part in path.parent.glob(f"{path.stem}.*"):  # now the last
+        part.rename(part.with_stem(f"z_{part.stem}"))
     make_stream(config)
     make_stream(config, size=128)
-    assert folders(tmp_path / "cache") == count + 2
+    assert folders(tmp_path / "cache") == count + 3
 
 
 def test_a_cache_that_lacks_a_process_share_is_refused(tmp_path):
