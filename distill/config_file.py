@@ -21,6 +21,7 @@ from avq_diffusers.options import LARGEST_SEED
 
 ConfigType = TypeVar("ConfigType", bound="Config")
 
+CONFIG_FILE = "config.yaml"  # of a run
 MAX_BYTES = 100_000  # of a file; the longest in `configs` has 1 % of them
 # `safe_load` also raises these, for values that contradict their tag and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
@@ -92,12 +93,12 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
 
 
 def save_config(config: Any, output: Path) -> None:
-    """Write the complete configuration as `output / "config.yaml"`, which `load_config` reads.
+    """Write the complete configuration as `output / CONFIG_FILE`, which `load_config` reads.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    write_text(output / "config.yaml", yaml.safe_dump(plain_values(config), sort_keys=False))
+    write_text(output / CONFIG_FILE, yaml.safe_dump(plain_values(config), sort_keys=False))
 
 
 def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str, ...]) -> list[str]:

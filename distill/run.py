@@ -68,9 +68,9 @@ class Run:
     def __init__(self, config: DistillConfig, output: Path, *, resume: bool) -> None:
         self.config, self.output, self.step = config, output, 0
         found = checkpoint.newest(output) if resume else None
-        if found is not None:
-            checkpoint.check_config(found, config, free=FREE)
-        elif not resume:
+        if resume:
+            checkpoint.check_config(output, found, config, free=FREE)
+        else:
             checkpoint.check_unused(output)
         read_log(log_path(output))  # raises for a damaged log, before the long preparation
 

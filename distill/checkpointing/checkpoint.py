@@ -26,7 +26,7 @@ from distill.checkpointing.folders import (
     replace_folder,
     write_digests,
 )
-from distill.config_file import differing_keys, plain_values
+from distill.config_file import CONFIG_FILE, Config, differing_keys, load_config, plain_values
 from distill.log import log_path
 
 RUN_FILE = "run.json"
@@ -111,16 +111,28 @@ def save(
     return path
 
 
-def check_config(found: Checkpoint, config: Any, *, free: tuple[str, ...]) -> None:
-    """Check that a run with this configuration may continue from a checkpoint.
+def check_config(
+    output: Path, found: Checkpoint | None, config: Config, *, free: tuple[str, ...]
+) -> None:
+    """Check that a run with this configuration may continue the one in `output`.
 
-    Fields and sections listed in `free` may differ.
+    Args:
+        output: the run's folder.
+        found: its newest checkpoint; None if it has none.
+        config: configuration of the continuation.
+        free: fields and sections that may differ.
 
     Raises:
         ValueError: the configuration differs.
     """
-    if differing := differing_keys(config, found.run["config"], ignored=free):
-        raise ValueError(f"{found.path} has a different configuration: {', '.join(differing)}.")
+    if found is not None:
+        path, saved = found.path, found.run["config"]
+    elif (path := output / CONFIG_FILE).exists():
+        saved = plain_values(load_config(path, type(config), []))
+    else:
+        return
+    if differing := differing_keys(config, saved, ignored=free):
+        raise ValueError(f"{path} has a different configuration: {', '.join(differing)}.")
 
 
 @contextmanager

@@ -629,7 +629,8 @@ def sign(path, text):
 
 def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model, tmp_path):
     """Catches the difference of two models among what training changed, and images that come twice
-    or never: their order depends on how many there are."""
+    or never: their order depends on how many there are. Other settings count before the first
+    checkpoint too."""
     output, base = tmp_path / "run", tmp_path / "base"
     copy_until(finished, output, step=4)
     path = checkpoint.newest(output).path / "run.json"
@@ -646,8 +647,11 @@ def test_another_base_model_or_data_of_the_same_name_is_refused(finished, model,
     error = refused(model, output, "--resume")
     assert "was trained on other data; images or captions have changed since." in error
     sign(path, saved)
-    error = refused(model, output, "--resume", batch_size=2, weight_decay=1)
-    assert "has a different configuration: batch_size, weight_decay." in error
+    early = tmp_path / "early"
+    copy_until(finished, early, step=0)
+    for folder in (output, early):
+        error = refused(model, folder, "--resume", batch_size=2, weight_decay=1, log_every=2)
+        assert "has a different configuration: batch_size, weight_decay." in error
 
 
 @pytest.mark.parametrize(

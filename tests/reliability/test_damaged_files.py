@@ -153,7 +153,7 @@ def training_checkpoint(folder: Path, file: str) -> Path:
 
 def read_checkpoint(path: Path) -> None:
     found = checkpoint.newest(path.parents[2])
-    checkpoint.check_config(found, whole_config(), free=())
+    checkpoint.check_config(path.parents[2], found, whole_config(), free=())
     module = nn.Linear(2, 2)
     module.load_state_dict(found.tensors("model"))
     optimizer = torch.optim.AdamW(module.parameters(), fused=False)
