@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
@@ -13,6 +13,34 @@ from distill.config import CodebookConfig
 from distill.config_file import Config, Count, Positive, Weight
 
 PartOfSide = Annotated[float, Field(gt=0, le=1)]
+
+# Fields of `TrainingArguments` that every run sets: other values do not work with its model, its
+# optimizer or resuming.
+FIXED = {
+    "batch_eval_metrics": True,
+    "greater_is_better": True,
+    "label_names": ["labels"],
+    "remove_unused_columns": False,
+    "report_to": "none",
+    "logging_nan_inf_filter": False,  # would synchronize with the device in each step
+    "ddp_broadcast_buffers": False,  # codebooks are updated identically in all processes
+    "dataloader_persistent_workers": False,  # would keep the crops of the first epoch
+    "optim": "adamw_torch",
+    "optim_args": None,
+    "label_smoothing_factor": 0.0,
+    "save_only_model": False,  # resuming needs the optimizer
+    "fp16_full_eval": False,  # would round the weights that are saved
+    "bf16_full_eval": False,
+}
+RESERVED = {*FIXED, "output_dir", "use_cpu", "metric_for_best_model"}
+
+
+def _number(value: Any) -> Any:
+    """Convert text such as 1e-2, which YAML does not take for a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def parse_attention(name: str, **fields: bool) -> tuple[AVQConfig | None, bool]:
@@ -96,8 +124,8 @@ class VisionConfig(Config):
         data: images.
         codebooks: settings of stored codebooks.
         head_rate: learning rate of the head, relative to the other parameters'.
-        trainer: fields of transformers' `TrainingArguments`, by name. Checkpoints are scored by
-            `top1` or `miou`, in percent.
+        trainer: fields of transformers' `TrainingArguments`, by name, without those that every run
+            sets. Checkpoints are scored by `top1` or `miou`, in percent.
     """
 
     task: Literal["classification", "segmentation"]
@@ -106,10 +134,14 @@ class VisionConfig(Config):
     data: DataConfig
     codebooks: LearningConfig
     head_rate: Positive
-    trainer: Mapping[str, Any]
+    trainer: Mapping[str, Annotated[Any, BeforeValidator(_number)]]
 
     def __post_init__(self) -> None:
         parse_attention(self.attention)
+        if fixed := sorted(RESERVED & self.trainer.keys()):
+            raise ValueError(
+                f"trainer must leave out {', '.join(fixed)}, which fine-tuning sets itself."
+            )
         is_map = self.task == "segmentation"
         if is_map != (self.data.num_labels is not None):
             raise ValueError(

@@ -34,7 +34,7 @@ from distill.stored import (
     update_codebooks,
 )
 from distill.vision.attention import keys_of_images, remove_attention, set_attention
-from distill.vision.config import VisionConfig, parse_attention
+from distill.vision.config import FIXED, VisionConfig, parse_attention
 from distill.vision.images import IGNORED, Prepared, open_images
 from distill.vision.models import at_size_of, load_model
 
@@ -178,13 +178,7 @@ def open_run(config: VisionConfig, output: Path) -> Run:
         output_dir=str(output),
         use_cpu=not torch.cuda.is_available(),
         metric_for_best_model=METRICS[config.task],
-        greater_is_better=True,
-        batch_eval_metrics=True,
-        label_names=["labels"],
-        remove_unused_columns=False,
-        logging_nan_inf_filter=False,  # would synchronize with the device in each step
-        ddp_broadcast_buffers=False,  # codebooks are updated identically in all processes
-        report_to="none",
+        **FIXED,
         **config.trainer,
     )
     (training, validation), classes = open_images(config, args.seed)
@@ -222,14 +216,16 @@ def make_optimizer(
     for name, parameter in model.named_parameters():
         decays = parameter.ndim > 1 and CHILD not in name
         groups.setdefault((name.split(".")[0] in HEADS, decays), []).append(parameter)
-    return torch.optim.AdamW(
+    settings = [
         {
             "params": parameters,
             "lr": args.learning_rate * (head_rate if is_head else 1),
             "weight_decay": args.weight_decay * decays,
         }
         for (is_head, decays), parameters in groups.items()
-    )
+    ]
+    betas = args.adam_beta1, args.adam_beta2
+    return torch.optim.AdamW(settings, betas=betas, eps=args.adam_epsilon)
 
 
 def metric_of(task: str, num_labels: int) -> Callable[..., dict[str, float]]:

@@ -238,6 +238,15 @@ def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path):
     assert_same_weights(tmp_path / "whole", tmp_path / "again", rtol=1e-4, atol=1e-5)
 
 
+def test_the_optimizer_is_as_configured(place, tmp_path):
+    """Catches AdamW's own betas and epsilon, and numbers that YAML reads as text."""
+    changes = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": "1e-3", "weight_decay": "1e-2"}
+    config = settings(place, **{f"trainer.{name}": value for name, value in changes.items()})
+    optimizer = open_run(config, tmp_path).trainer.optimizer
+    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.5, 0.6), 1e-3)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0, 0.01}
+
+
 def test_the_best_checkpoint_is_kept(place, tmp_path):
     changes = {
         "trainer.learning_rate": 0.02,
@@ -268,6 +277,11 @@ def test_two_processes_end_in_the_same_weights(place, tmp_path):
     assert_same_weights(tmp_path / "one", tmp_path / "two", rtol=1e-4, atol=1e-5)
 
 
+# What these change is ignored, breaks --resume, rounds the saved model or ends in a traceback.
+RESERVED = ["optim", "optim_args", "save_only_model", "dataloader_persistent_workers", "use_cpu"]
+RESERVED += ["bf16_full_eval", "fp16_full_eval", "label_smoothing_factor", "report_to"]
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "expected"),
     [
@@ -275,6 +289,10 @@ def test_two_processes_end_in_the_same_weights(place, tmp_path):
         ("classification", {"data.path": "no/x"}, "no/x"),
         ("classification", {"attention": "swim"}, "attention must be exact, or sizes such as"),
         ("classification", {"trainer.max_step": 4}, "unexpected keyword argument 'max_step'"),
+        *(
+            ("classification", {f"trainer.{name}": 1}, f"trainer must leave out {name}, which")
+            for name in RESERVED
+        ),
         (
             "classification",
             {"trainer.per_device_train_batch_size": 64},
