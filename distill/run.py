@@ -71,7 +71,7 @@ class Run:
         if resume:
             checkpoint.check_config(output, found, config, free=FREE)
         else:
-            checkpoint.check_unused(output)
+            checkpoint.check_unused(output, "add --resume or choose another --output")
         read_log(log_path(output))  # raises for a damaged log, before the long preparation
 
         self.accelerator = accelerator = make_accelerator(config, output)

@@ -152,11 +152,11 @@ def locked(output: Path) -> Iterator[None]:
         yield
 
 
-def check_unused(output: Path) -> None:
+def check_unused(output: Path, advice: str) -> None:
     """Check that no run has written the folder.
 
     Raises:
-        ValueError: one has.
+        ValueError: one has; the message ends with the advice.
     """
     if log_path(output).exists() or checkpoints(output):
-        raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
+        raise ValueError(f"{output} holds a run: {advice}.")

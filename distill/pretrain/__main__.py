@@ -81,7 +81,7 @@ def _train(
         from distill.checkpointing.checkpoint import check_unused
         from distill.pretrain.loop import fit, make_accelerator
 
-        check_unused(output)
+        check_unused(output, "choose another --output")
         # Rendering processes are forked after tokenizers ran; the setting avoids a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         torch.set_float32_matmul_precision("high")

@@ -173,7 +173,7 @@ def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
 @pytest.mark.parametrize(
     ("command", "extra", "overrides", "message"),
     [
-        ("vae", ["--output", "RUNS/vae"], {}, "holds a run: "),
+        ("vae", ["--output", "RUNS/vae"], {}, "holds a run: choose another --output."),
         ("vae", [], {"precision": "fp8"}, "precision must be 'bf16' or 'fp32', but got 'fp8'"),
         ("sd", ["--vae", "none"], {"init_from": "RUNS/sd/model"}, "either --vae or init_from"),
         ("sd", ["--vae", "none"], {}, "there is no trained VAE"),
@@ -185,7 +185,8 @@ def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
     ],
 )
 def test_refusals(runs, weights, tmp_path, command, extra, overrides, message):
-    """Catches a traceback, and a mistake that is found when all scenes are rendered."""
+    """Catches a traceback, advice that names an option of other commands, and a mistake that is
+    found when all scenes are rendered."""
     extra = [str(part).replace("RUNS", str(runs)) for part in extra]
     overrides = {key: str(part).replace("RUNS", str(runs)) for key, part in overrides.items()}
     error = run(command, tmp_path, *extra, code=2, **overrides)
