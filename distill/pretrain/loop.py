@@ -41,7 +41,7 @@ class Task(Protocol):
 def make_accelerator() -> Accelerator:
     """Return an accelerator without autocast, which `fit` handles."""
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(kwargs_handlers=[ddp])
+    return Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
 
 
 def fit(task: Task, config: PretrainConfig, output: Path, accelerator: Accelerator) -> None:

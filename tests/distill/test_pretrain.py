@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -27,7 +28,7 @@ from distill.pretrain import data
 from distill.pretrain.__main__ import app
 from distill.pretrain.config import ScorerConfig, SD3Config, SDConfig, VAEConfig
 from distill.pretrain.export import make_scheduler, make_sd3_pipeline
-from distill.pretrain.loop import update_average
+from distill.pretrain.loop import make_accelerator, update_average
 from distill.pretrain.scorer import build_scorer, contrastive_loss
 from distill.pretrain.sd import build_text_encoder, drop_captions, layered_noise, snr_weights
 from distill.pretrain.sd3 import SD3Model, build_transformer, encode_text, noise_levels
@@ -158,6 +159,13 @@ def test_a_loss_that_is_not_finite_ends_with_one_sentence(tmp_path):
     error = run("vae", tmp_path, code=1, learning_rate=1e30, steps=3, log_every=9)
     assert error.splitlines()[-1].startswith("error: training stopped: a loss or ")
     assert not (tmp_path / RESULT["vae"]).exists()
+
+
+def test_the_precision_is_that_of_the_configuration(monkeypatch):
+    """Catches the autocast that `accelerate launch --mixed_precision` asks for."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert not make_accelerator().native_amp
 
 
 def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
