@@ -137,7 +137,7 @@ class DistillConfig(Config):
         precision: `"fp32"`, `"fp16"` or `"bf16"`.
         gradient_checkpointing: recompute the student's activations in the backward pass.
         compile: compile the teacher, and the student unless it uses gradient checkpointing, which
-            would break its graph into many small ones. On a GPU they become CUDA graphs.
+            would break its graph into many small ones, into CUDA graphs; needs a CUDA GPU.
         log_every: number of steps between two lines of `log.jsonl`.
         checkpoint_every: number of steps between two checkpoints; None only saves one at the end.
         keep_checkpoints: number of newest checkpoints to keep.

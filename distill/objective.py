@@ -125,17 +125,16 @@ class Objective(nn.Module):
         return {name: attention.quantizer for name, attention in self.stored.items()}
 
     def compile_unets(self, *, student: bool) -> None:
-        """Compile the teacher and, with `student`, the student; on a GPU into CUDA graphs.
+        """Compile the teacher and, with `student`, the student into CUDA graphs.
 
+        Compiled for a CPU by torch 2.13, diffusers' `UpBlock2D` has wrong gradients.
         A graph launches a UNet's kernels at once; with few images per batch, separate launches take
         the host longer than the kernels take the GPU. The next call of `forward` overwrites what a
         UNet returned, so zero gradients in place, do not set them to None.
         """
-        self.has_graphs = self.teacher.device.type == "cuda"
-        mode = "reduce-overhead" if self.has_graphs else "default"
-        self.teacher.compile(mode=mode)
-        if student:
-            self.student.compile(mode=mode)
+        self.has_graphs = True
+        for unet in (self.teacher, self.student) if student else (self.teacher,):
+            unet.compile(mode="reduce-overhead")
         for parameter in self.parameters():  # or the first gradient would be in a graph's memory
             parameter.grad = torch.zeros_like(parameter)
 

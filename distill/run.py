@@ -161,8 +161,8 @@ def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
     """Create the accelerator of a run.
 
     Raises:
-        ValueError: the device does not support the precision, the launcher shards weights, the
-            tracker is not installed, or the batch cannot be split evenly.
+        ValueError: the device does not support precision or compilation, the launcher shards
+            weights, the tracker is not installed, or the batch cannot be split evenly.
     """
     accelerator = Accelerator(
         mixed_precision="no" if config.precision == "fp32" else config.precision,
@@ -175,6 +175,8 @@ def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
     )
     if config.precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("precision fp16 needs a GPU; choose bf16 or fp32 on a CPU.")
+    if config.compile and accelerator.device.type != "cuda":
+        raise ValueError("compile: true needs a CUDA GPU; set compile to false.")
     if accelerator.distributed_type in SHARDED:
         raise ValueError(
             f"distillation trains few weights and does not shard them; launch with DDP instead of "

@@ -86,7 +86,7 @@ def _train(
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
-        accelerator = make_accelerator()
+        accelerator = make_accelerator(config)
         torch.manual_seed(config.seed)
         task = make_task(config, accelerator)
     with exit_on(FloatingPointError, OSError, code=1):

@@ -41,7 +41,7 @@ class PretrainConfig(Config):
         max_grad_norm: gradients are clipped to this norm.
         ema_decay: decay of the averaged weights, which get exported.
         precision: `"bf16"` (autocast over fp32 weights) or `"fp32"`.
-        compile: use `torch.compile`.
+        compile: use `torch.compile`; needs a CUDA GPU.
         log_every: number of steps between two lines of `log.jsonl`; each one is a host sync.
     """
 

@@ -38,10 +38,17 @@ class Task(Protocol):
         """Write the averaged `model` in half precision."""
 
 
-def make_accelerator() -> Accelerator:
-    """Return an accelerator without autocast, which `fit` handles."""
+def make_accelerator(config: PretrainConfig) -> Accelerator:
+    """Return an accelerator without autocast, which `fit` handles.
+
+    Raises:
+        ValueError: the device does not support compilation.
+    """
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
+    if config.compile and accelerator.device.type != "cuda":  # see `Objective.compile_unets`
+        raise ValueError("compile: true needs a CUDA GPU; set compile to false.")
+    return accelerator
 
 
 def fit(task: Task, config: PretrainConfig, output: Path, accelerator: Accelerator) -> None:

@@ -165,7 +165,7 @@ def test_the_precision_is_that_of_the_configuration(monkeypatch):
     """Catches the autocast that `accelerate launch --mixed_precision` asks for."""
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert not make_accelerator().native_amp
+    assert not make_accelerator(config_of("vae")).native_amp
 
 
 def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
@@ -183,6 +183,7 @@ def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
     [
         ("vae", ["--output", "RUNS/vae"], {}, "holds a run: choose another --output."),
         ("vae", [], {"precision": "fp8"}, "precision must be 'bf16' or 'fp32', but got 'fp8'"),
+        ("vae", [], {"compile": "true"}, "compile: true needs a CUDA GPU; set compile to false."),
         ("sd", ["--vae", "none"], {"init_from": "RUNS/sd/model"}, "either --vae or init_from"),
         ("sd", ["--vae", "none"], {}, "there is no trained VAE"),
         ("scorer", [], {"num_scenes": 1}, "num_scenes must leave each process an intact scene"),
@@ -193,8 +194,8 @@ def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
     ],
 )
 def test_refusals(runs, weights, tmp_path, command, extra, overrides, message):
-    """Catches a traceback, advice that names an option of other commands, and a mistake that is
-    found when all scenes are rendered."""
+    """Catches wrong gradients of compiled blocks, a traceback, advice that names an option of other
+    commands, and a mistake that is found when all scenes are rendered."""
     extra = [str(part).replace("RUNS", str(runs)) for part in extra]
     overrides = {key: str(part).replace("RUNS", str(runs)) for key, part in overrides.items()}
     error = run(command, tmp_path, *extra, code=2, **overrides)
