@@ -431,6 +431,27 @@ def test_by_hand(kind, model):
     assert {*kinds(model)} == {"AVQ", OUTSIDE}
 
 
+def interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+@for_kinds()
+def test_interrupted(kind, model):
+    """Catches AVQ that stays on in the process after Ctrl-C inside a layer: PyTorch runs no hooks
+    after a module then."""
+    num_tokens = kind.frames * kind.sizes[0][0] * kind.sizes[0][1]
+    heads = torch.randn(3, 1, 2, num_tokens, 16, generator=torch.Generator().manual_seed(0))
+    expected = F.scaled_dot_product_attention(*heads)
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
+    layer = select_layers(model)[-1].attn
+    inner = next(x for x in layer.modules() if isinstance(x, nn.Linear))
+    with inner.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        kind.predict(model)
+    assert torch.equal(F.scaled_dot_product_attention(*heads), expected)
+    assert torch.equal(kind.predict(model), avq)
+    assert kinds(model) == {"AVQ"}
+
+
 @for_kinds(ADAPTERS)
 def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
     """Catches an earlier AVQ that is lost, and one half of a later."""
@@ -686,7 +707,7 @@ def test_export(kind):
             torch.export.export(model, (), inputs, strict=False)
 
 
-@for_kinds(ADAPTERS)
+@for_kinds([*ADAPTERS, *named("PixArt")])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_has_its_own_avq(kind, model, how):
     """Catches states that are shared with the copy, and hooks that set those of the original."""

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tiny_transformers import (
     wan_transformer,
 )
 
-from avq_diffusers import apply_avq, avq_disabled, remove_avq, select_layers, summary
+from avq_diffusers import apply_avq, avq_disabled, remove_avq, select_layers, set_threshold, summary
 from avq_diffusers.hosts.models import grids
 
 feature = pytest.mark.feature
@@ -218,6 +219,31 @@ class TestProcessorsThatDoNotCallTorch:
         kind.predict(model)
         assert calls(model) == [{"Foreign": 1, "AVQ": 1}] * len(calls(model))
         assert {row.runs for row in summary(model).rows} == {"AVQ (torch backend)"}
+
+
+@pytest.mark.parametrize("avq_first", [True, False])
+def test_another_tool_replaces_forward(avq_first):
+    """Catches AVQ that takes its own for that tool's, that stays, or that is lost in silence."""
+    kind = KIND["PixArt"]
+    model = kind.make()
+    exact = kind.predict(model)
+    avq = kind.predict(apply_avq(model, kind.config(), route="always"))
+    (remove_avq if not avq_first else lambda model: model)(model)
+    layers = [layer.attn for layer in select_layers(model)]
+    before = {attn: attn.forward for attn in layers}
+    for attn in layers:
+        attn.forward = partial(attn.forward)
+    if not avq_first:
+        apply_avq(model, kind.config(), route="always")
+    for _ in range(2):
+        assert torch.equal(kind.predict(model), avq)
+        set_threshold(model, kind.config().threshold)
+    if not avq_first:
+        for attn in layers:
+            attn.forward = before[attn]
+        with pytest.warns(UserWarning, match="AVQ does not run in the layers that keep"):
+            assert torch.equal(kind.predict(model), exact)
+    assert torch.equal(kind.predict(remove_avq(model)), exact)
 
 
 def test_position_ids_are_read_once_per_change(monkeypatch):

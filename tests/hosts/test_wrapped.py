@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import differ
+from checks import differ, kinds
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
+from hosts.kinds import KIND
 from peft import get_peft_model
 from tiny import CONFIG, LORA, own_codebooks, predict, random_codebooks, traced_unet
 from torch import nn
@@ -114,6 +115,18 @@ def test_replicas(unet, codebooks):
         apply_avq(unet, stored)
         with pytest.raises(NotImplementedError, match=r"^nn\.DataParallel runs one layer on seve"):
             predict(replicated(unet))
+
+
+@feature("nn.DataParallel")
+def test_replicas_off_the_dispatch():
+    """Catches layers of a replica that run those of the original."""
+    kind = KIND["PixArt"]
+    model = apply_avq(kind.make(), kind.config(), route="always")
+    avq, replica = kind.predict(model), replicated(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(kind.predict(replica), avq)
+    assert kinds(model) == {"AVQ"}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from avq_diffusers.config import LARGEST_COUNT, AVQConfig, check_int, is_within
 # Wrappers inside a model hold the wrapped module under one of these names.
 COMPILED = "_orig_mod"
 _WRAPPED = (COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-# The one attribute that AVQ sets on a model's modules.
+# The one attribute that AVQ adds to a model's modules.
 ATTRIBUTE = "_avq"
 
 

@@ -9,6 +9,7 @@ Under Ulysses context parallelism the backend is the operator of diffusers' own 
 exchanges tokens for heads: AVQ gets all tokens of some heads.
 """
 
+from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -115,25 +116,16 @@ _attended: PerThread[bool] = PerThread(False, shared=False)
 
 def _begin(attn: Any, args: Any) -> None:
     """The hook before a layer, which records its call."""
-    state = getattr(attn, ATTRIBUTE, None)
-    _present.set(state)
-    if state is not None and not state.previous.is_dispatched:
+    _present.set(getattr(attn, ATTRIBUTE, None))
+    if not torch.compiler.is_compiling():
         _attended.set(False)
-        _IN_PLACE_OF_TORCH.__enter__()
 
 
-def _end(attn: Any, args: Any, output: Any) -> None:
-    """The hook after a layer that is not on the dispatch, even if it failed."""
-    state = _present.get()
-    if state is not None:  # otherwise a hook before `_begin` failed
-        _IN_PLACE_OF_TORCH.__exit__(None, None, None)
-        if output is not None and not torch.compiler.is_compiling():
-            _note_bypass(attn, state)
-    _present.set(None)
-
-
-def _note_bypass(attn: Any, state: LayerState) -> None:
-    """Record whether the layer's processor has computed attention without PyTorch's function."""
+def _note_bypass(attn: Any, args: Any, output: Any) -> None:
+    """The hook after a layer that is not on the dispatch: did it call PyTorch's attention?"""
+    state = getattr(attn, ATTRIBUTE, None)
+    if state is None or torch.compiler.is_compiling():
+        return
     if _attended.get():
         state.bypassed_by = None
     elif not _bypasses(attn, state):
@@ -227,6 +219,35 @@ class _InPlaceOfTorch(TorchFunctionMode):
 
 
 _IN_PLACE_OF_TORCH = _InPlaceOfTorch()
+
+
+class _Intercepted:
+    """The `forward` of a layer that is not on the dispatch, until `remove`.
+
+    A hook after the layer could not leave the mode: none runs after `KeyboardInterrupt`.
+    """
+
+    def __init__(self, attn: Any) -> None:
+        self.attn = attn
+        self.mode: Any = _IN_PLACE_OF_TORCH
+        self.replaced = vars(attn).get("forward")
+        self.__wrapped__ = attn.forward
+        attn.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.mode:
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            _present.set(None)
+
+    def remove(self) -> None:
+        """Put the layer's own back; one that another tool has wrapped stays, and does nothing."""
+        self.mode = nullcontext()
+        if vars(self.attn).get("forward") is self:
+            del self.attn.forward
+            if self.replaced is not None:
+                self.attn.forward = self.replaced
 
 
 def _attend(attention: _AttentionCall) -> Tensor | None:
@@ -339,8 +360,16 @@ class _DispatchWatch(TransformerWatch):
             if _backend_of(attn) is AVQ_BACKEND or attn in chosen:
                 of_layers.append(attn.register_forward_pre_hook(_begin))
             if attn in chosen and not getattr(attn, ATTRIBUTE).previous.is_dispatched:
-                of_layers.append(attn.register_forward_hook(_end, always_call=True))
+                of_layers += [_Intercepted(attn), attn.register_forward_hook(_note_bypass)]
         return [*super().attach(caller), *of_layers]
+
+    def enter(self, caller: nn.Module, tokens: Tokens) -> None:
+        if "_is_replica" in vars(caller):  # of `nn.DataParallel`, whose layers share attributes
+            for attn in caller.modules():
+                if isinstance(vars(attn).get("forward"), _Intercepted):
+                    del attn.forward
+                    _Intercepted(attn)
+        super().enter(caller, tokens)
 
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:
         super().end(caller, args, output)
