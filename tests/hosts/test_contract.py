@@ -550,7 +550,7 @@ INTERCEPTIONS = {
 BACKEND = (partial(attention_backend, "_native_math"), "attention backend _native_math")
 
 
-@for_kinds(ADAPTERS)
+@for_kinds([*ADAPTERS, *named("AuraFlow")])
 def test_intercepted_scores(kind, model):
     """Catches AVQ where another tool counts on exact attention, also from inside a block on."""
     layer = select_layers(model)[1]

@@ -10,6 +10,7 @@ from avq_diffusers.hosts.core.installing import (
     installed,
     uninstall,
 )
+from avq_diffusers.hosts.core.interception import SCALED_DOT_PRODUCT_ATTENTION
 from avq_diffusers.hosts.core.layers import (
     ATTRIBUTE,
     Layer,

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch.overrides import _get_current_function_mode_stack
 
-_SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
+SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
 
 
 def score_interception() -> str | None:
@@ -13,7 +13,7 @@ def score_interception() -> str | None:
         # PyTorch's own modes only set the device of new tensors, or trace the call.
         if not type(mode).__module__.startswith(("torch._", "torch.fx.", "torch.utils.")):
             return f"{type(mode).__name__} is active"
-    if F.scaled_dot_product_attention is not _SCALED_DOT_PRODUCT_ATTENTION:
+    if F.scaled_dot_product_attention is not SCALED_DOT_PRODUCT_ATTENTION:
         return "scaled_dot_product_attention is replaced"
     return None
 

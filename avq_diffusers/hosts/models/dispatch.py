@@ -14,7 +14,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
@@ -39,6 +38,7 @@ from avq_diffusers.hosts.core import (
     ATTRIBUTE,
     AVQ_CALL,
     REST,
+    SCALED_DOT_PRODUCT_ATTENTION,
     TIMESTEP,
     Host,
     Layer,
@@ -211,7 +211,7 @@ class _InPlaceOfTorch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, output = kwargs or {}, None
-        if func is F.scaled_dot_product_attention:
+        if func is SCALED_DOT_PRODUCT_ATTENTION:  # also where a tool has replaced it and calls it
             call = _AttentionCall(*args, **kwargs)
             query, key, value = (x.transpose(1, 2) for x in call[:3])
             output = _attend(call._replace(query=query, key=key, value=value))
