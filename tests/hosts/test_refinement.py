@@ -233,7 +233,8 @@ class TestSchedule:
         assert {count for _, count in seen} == {3, 4}
 
     def test_compile(self):
-        """Catches compiled code that keeps the first number, and a graph for every timestep."""
+        """Catches compiled code that keeps the first number, a graph for every timestep, and calls
+        past the compiled wrapper that keep the last number."""
         unet = apply_avq(traced_unet(), AVQConfig.parse("M4P2C2"))
         inputs = torch.randn(1, 4, 16, 16), torch.randn(1, 5, 32)
 
@@ -256,6 +257,7 @@ class TestSchedule:
             torch.testing.assert_close(output(model, timestep), want)
             graphs.append(counter.frame_count)
         assert graphs == [1, 1, 2, 2]
+        torch.testing.assert_close(output(unet, timesteps[2]), expected[2])
         remove_avq(model)
         assert not unet._forward_pre_hooks
         assert not model._forward_pre_hooks

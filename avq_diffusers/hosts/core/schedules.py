@@ -110,7 +110,20 @@ class Scheduler(NamedTuple):
     states: Sequence[LayerState]
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
-        return [self.entrance.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
+        hooks = {self.entrance: self.pre_forward}
+        if model is not self.entrance:
+            hooks[model] = self.pre_forward_past_the_entrance
+        return [
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            for module, hook in hooks.items()
+        ]
+
+    def pre_forward_past_the_entrance(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Serves pipelines that share the model of a compiled wrapper without the wrapper."""
+        if not torch.compiler.is_compiling():
+            self.pre_forward(model, args, kwargs)
 
     @torch.compiler.disable
     def pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
