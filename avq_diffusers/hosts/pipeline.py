@@ -31,6 +31,7 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
         else:
             source = processor.source_for(select_layers(self.unet))
             apply_avq(self, source, backend=processor.backend, route=processor.route)
+            processor.stop_waiting()
 
     def to_json_string(self) -> str:
         # diffusers looks up the class of a saved pipeline in its own namespace.

@@ -407,7 +407,9 @@ def test_the_owners_line(pipe, make):
         pipe = AVQStableDiffusionPipeline.from_pipe(pipe)
     else:
         pipe = tiny_pipe(unet, AVQStableDiffusionPipeline)
-    pipe.set_attn_processor(AVQProcessor(source, backend="reference"))
+    ours = AVQProcessor(source, backend="reference")
+    pipe.set_attn_processor(ours)
+    assert not waits()  # for a first call, with a hook on every module, while `ours` is kept
     assert all(unet.attn_processors[name] is p for name, p in before.items())
     assert torch.equal(predict(unet), expected)
     tuned = ", tuned" if make is tuned_codebooks else ""

@@ -152,6 +152,12 @@ class AVQProcessor(AttnProcessor2_0):
         return "AVQProcessor; call remove_avq(pipe) first to set other processors"
 
     def __call__(
+    def stop_waiting(self) -> None:
+        """Prepare no UNet at its next call: AVQ was applied in another way."""
+        with CHANGES:
+            _awaiting.discard(self)
+            _stop_waiting()
+
         self,
         attn: Attention,
         hidden_states: Tensor,
@@ -388,8 +394,7 @@ def _before_any_module(module: nn.Module, args: Any) -> None:
 
 UNetHost.ours = AVQProcessor()
 UNetHost.ours.is_prepared = True
-_awaiting.discard(UNetHost.ours)
-_stop_waiting()
+UNetHost.ours.stop_waiting()
 
 
 def level_of(unet: Any, name: str) -> int:
