@@ -21,7 +21,7 @@ from diffusers.models.attention_processor import XFormersAttnProcessor
 from peft import get_peft_model_state_dict
 from tiny import LORA, let_answer_calls_only, predict, tiny_pipe, tiny_unet, tuned_codebooks
 
-from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
+from avq_diffusers import AVQCodebooks, AVQProcessor, apply_avq, remove_avq, summary
 
 feature = pytest.mark.feature
 
@@ -137,6 +137,12 @@ class TestIPAdapter:
         assert differ(self.draw(apply_avq(pipe, codebooks)), avq)
         pipe.set_ip_adapter_scale(1.0)
         assert torch.equal(self.draw(pipe), avq)
+
+    def test_loaded_over_a_processor(self, pipe):
+        """Catches the default in place of other sizes, in silence."""
+        pipe.unet.set_attn_processor(AVQProcessor("M4P2C2", query_tile=16))
+        with pytest.warns(UserWarning, match=r"runs with its defaults.*call apply_avq"):
+            self.draw(self.load(pipe))
 
     def test_loaded_afterwards(self, pipe, codebooks):
         """Catches codebooks lost when IP-Adapter rebuilds processors as `type(p)()`."""

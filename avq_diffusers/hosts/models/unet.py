@@ -5,6 +5,7 @@ serves all layers, survives tools that rebuild processors as `type(processor)()`
 without a guard per layer.
 """
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,10 @@ UNPREPARED = (
     "an AVQProcessor prepares the first UNet that is called with it; set a new one on each UNet, "
     "and use apply_avq for a block that is called by itself."
 )
+REBUILT = (
+    "with an IP-Adapter, this UNet's AVQProcessor runs with its defaults, because load_ip_adapter "
+    "drops all that was passed to it; call apply_avq(pipe, ...) in its place."
+)
 NO_LAYERS = "AVQ runs in the self-attention of a UNet's spatial transformers, but this {} has none."
 OTHER_SCORES = "get_attention_scores is replaced"
 
@@ -134,6 +139,11 @@ class AVQProcessor(AttnProcessor2_0):
         self.is_prepared = False
         _await_call(self)
 
+    @property
+    def is_default(self) -> bool:
+        """Whether it has the default configuration."""
+        return self.source is None and not self.config_fields
+
     def source_for(self, layers: Sequence[Layer]) -> AVQSource:
         """Codebooks, or the configuration for a UNet with these layers."""
         return resolved_source(self.source, self.config_fields, default_config(layers))
@@ -141,6 +151,12 @@ class AVQProcessor(AttnProcessor2_0):
     def make_states(self, layers: Sequence[Layer]) -> dict[Layer, LayerState]:
         """New states for those of a UNet's layers that the source chooses."""
         return make_states(layers, self.source_for(layers), self.backend, self.route)
+
+    def stop_waiting(self) -> None:
+        """Prepare no UNet at its next call: AVQ was applied in another way."""
+        with CHANGES:
+            _awaiting.discard(self)
+            _stop_waiting()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -152,12 +168,6 @@ class AVQProcessor(AttnProcessor2_0):
         return "AVQProcessor; call remove_avq(pipe) first to set other processors"
 
     def __call__(
-    def stop_waiting(self) -> None:
-        """Prepare no UNet at its next call: AVQ was applied in another way."""
-        with CHANGES:
-            _awaiting.discard(self)
-            _stop_waiting()
-
         self,
         attn: Attention,
         hidden_states: Tensor,
@@ -320,6 +330,8 @@ class UNetHost(ProcessorHost):
                     f"but {type(model).__name__} has none; reload the model and call apply_avq."
                 )
             self.refuse(model)
+            if processor.is_default and _has_ip_adapter(model):
+                warnings.warn(REBUILT, stacklevel=2)
             hosted = Hosted(self, model, model, "")
             with all_or_nothing([hosted]):
                 states = processor.make_states(layers)
@@ -347,11 +359,11 @@ def _attentions_of(model: nn.Module) -> list[Attention]:
 def _is_unprepared(attn: Attention) -> bool:
     """Whether a layer's processor was set by hand; IP-Adapter rebuilds those of prepared layers."""
     processor = attn.processor
-    return not processor.is_prepared and (
-        not hasattr(attn, ATTRIBUTE)
-        or processor.source is not None
-        or bool(processor.config_fields)
-    )
+    return not processor.is_prepared and (not hasattr(attn, ATTRIBUTE) or not processor.is_default)
+
+
+def _has_ip_adapter(model: nn.Module) -> bool:
+    return any(isinstance(getattr(x, "processor", None), IP_ADAPTERS) for x in model.modules())
 
 
 # Processors of which no UNet has been prepared. While there are some, a hook on all modules waits
