@@ -370,9 +370,9 @@ def set_threshold(
             to 0: `{1000: "exact", 900: 1e-4, 400: 1e-3}` is exact from timestep 1000 down, with
             threshold 1e-4 from 900 down and 1e-3 from 400 down. With flow matching, timesteps are
             mostly 1000 times the noise level; in bfloat16 they are off by up to 5. Samplers with
-            other timesteps, such as EDM's and IPNDM, are refused. Or a plan: numbers or schedules
-            by the name of a layer, or of a module for all its layers. Longer names take precedence.
-            Layers without an entry stay unchanged.
+            other timesteps, such as EDM's and IPNDM, are refused if they take several steps. Or a
+            plan: numbers or schedules by the name of a layer, or of a module for all its layers.
+            Longer names take precedence. Layers without an entry stay unchanged.
         level: change only the layers at this UNet level.
         layer: change only the layer of this name, or the layers in this module, such as
             `"up_blocks.3"`.

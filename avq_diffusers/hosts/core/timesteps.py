@@ -3,8 +3,8 @@
 Training timesteps fall from 1000 to 0 during generation. Unlike step indices, they mean the same
 for every sampler and number of steps. With flow matching they are mostly 1000 times the noise
 level.
-Samplers that pass a UNet other numbers are refused: EDM passes the log of the noise level, IPNDM a
-fraction.
+Samplers that pass a UNet other numbers in several steps are refused: EDM passes the log of the
+noise level, IPNDM a fraction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,8 @@ def rounded_up(timestep: float) -> float:
 
 def are_training_timesteps(values: Sequence[float]) -> bool:
     """Whether a sampler's timesteps fall from 1000 to 0."""
-    # Judged by the largest: training timesteps may end in fractions below 1.
+    # Judged by the largest: training timesteps may end in fractions below 1. So a single value, as
+    # of a sampler with one step, tells nothing.
     return len(values) < 2 or max(values) >= 2 or not any(value % 1 for value in values)
 
 
