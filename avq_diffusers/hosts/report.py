@@ -23,8 +23,9 @@ class LayerReport(LayerSpec):
 
     Attributes:
         name, level, num_heads, head_dim: of the self-attention layer.
-        runs: what the last call ran, or the next one will: AVQ with its backend and tuned
-            projections if any, exact attention and why, or another attention processor.
+        runs: what the last call outside compiled code ran, or the next one will: AVQ with its
+            backend and tuned projections if any, exact attention and why, or another attention
+            processor. Compiled code may run the other of AVQ and exact attention.
         config: such as M64C8T1e-4, or "M64C8T1e-3, exact" with a schedule that ends exact; empty
             without AVQ.
         effect: the model's output error if AVQ ran in this layer only; None if no tolerance chose

@@ -432,6 +432,7 @@ def _set(
 def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
     """Report whether each self-attention layer runs AVQ or exact attention, and why.
 
+    Compiled code reports nothing: what it runs may differ from what calls outside it ran.
     Names of a ControlNet's layers begin with `controlnet.`.
 
     Args:
