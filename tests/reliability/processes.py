@@ -105,6 +105,7 @@ def _run(
     os.write(output.fileno(), b"\n")
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # the old one may take the pipe for a file
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     torch.set_num_threads(1)  # sums depend on the number of threads
