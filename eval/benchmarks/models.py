@@ -302,21 +302,6 @@ MODELS |= {
             "times": 2,
         },
     ),
-    "sd35-large": _transformer(
-        title="SD3.5-large",
-        kind=SD3Transformer2DModel,
-        config={  # stabilityai/stable-diffusion-3.5-large
-            "num_layers": 38,
-            "num_attention_heads": 38,
-            "caption_projection_dim": 2432,
-            "pos_embed_max_size": 192,
-            "qk_norm": "rms_norm",
-        },
-        inputs=sd3_inputs,
-        part={"num_layers": 4},
-        times=38 / 4,
-        tiny={"config": TINY_SD3, "part": {"num_layers": 2}, "times": 2},
-    ),
     "flux": _transformer(
         title="Flux",
         kind=FluxTransformer2DModel,

@@ -121,8 +121,8 @@ def bench_steps_command(
         str,
         typer.Option(
             help="Comma-separated, the most important first, with or without a size: sd15, sdxl, "
-            "sd35-medium, sd35-large, flux, wan, minimax-h3. Sizes are sides of images, "
-            "or lines or frames of videos."
+            "sd35-medium, flux, wan, minimax-h3. Sizes are sides of images, or lines or frames of "
+            "videos."
         ),
     ] = "sd15@1024,sdxl@1024,sdxl@2048,sd35-medium@1024,sd35-medium@2048,flux@1024,flux@2048,"
     "sd15@512,sd15@2048,wan@480",

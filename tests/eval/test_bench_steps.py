@@ -64,7 +64,6 @@ def row_of(bench, name, method, run="eager"):
         ("sd15", 0.8595, 32, None),
         ("sdxl", 2.5675, 140, None),
         ("sd35-medium", 2.24, 37, None),
-        ("sd35-large", 8.06, 38, None),
         ("flux", 11.90, 57, None),
         ("wan", 14.29, 80, 40),
         ("minimax-h3", 33.12, 50, 50),
@@ -93,7 +92,7 @@ def test_the_configurations_are_those_of_the_models(name, billions, attentions, 
     assert counts[1] * (num_blocks or model.times) == pytest.approx(attentions, rel=0.005)
 
 
-@pytest.mark.parametrize("name", [x for x in MODELS if x != "sd35-large"])  # as -medium
+@pytest.mark.parametrize("name", MODELS)
 def test_rows_of_a_model(bench_of, name):
     """Catches AVQ that does not run, stays, or runs another configuration than the default; for
     one model of each kind a limit that attends, and a limit in other layers than AVQ's."""
