@@ -64,7 +64,7 @@ def avq_attention(
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64. Any strides; a view of
-            (B, N, H, D) memory is fastest.
+            (B, N, H, D) memory is fastest. From about 1e18 on, squares of queries or keys overflow.
         key, value: (B, H, S, D), same dtype and device as `query`.
         codebook: H heads and head dim D, on the same device. Converted to the dtype of `query`, or
             to float32 if that is narrower. None takes the codewords from `key`.

@@ -195,7 +195,7 @@ def test_large_values_and_counts_do_not_overflow(dtype):
 
 
 @pytest.mark.parametrize(("of_values", "of_keys"), [(1e30, 1.0), (1.0, 1e5)])
-def test_bfloat16_has_its_whole_range(of_values, of_keys):
+def test_bfloat16_reaches_beyond_float16(of_values, of_keys):
     """Catches float16 inside, infinite from 65520 on, and sums that lose what bfloat16 holds."""
     *tokens, codebook = make_case(queries=64, head_dim=64, parents=2, children=0, dtype=FP32)
     codebook = Codebook(codebook.parents * of_keys, codebook.children * of_keys)
