@@ -207,7 +207,7 @@ def _call(
     """The checked call of `avq_attention`, with keys standing in for values."""
     given = dict(options)
     if not given.keys() & {*RESOLUTIONS}:
-        given["num_refined"] = 0  # no matter for what does not depend on queries
+        given["num_refined"] = 0  # which what does not depend on queries ignores
     inputs = {x: given.pop(x) for x in ("query_order", "key_order", "scale") if x in given}
     tensors = Tensors.of(query, key, key, codebook, **inputs)
     if codebook is not None:

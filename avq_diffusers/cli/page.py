@@ -53,7 +53,7 @@ class _Events:
         default_dial: the one in `source`: a threshold, or refined parents per query tile, the
             largest number where layers differ.
         sides: sides of images in pixels, the training size first.
-        working: sessions still waiting for an image: not cancelled, page still open.
+        working: what a visitor pressed last, by session; None once cancelled or the page closed.
     """
 
     def __init__(self, pipe: DiffusionPipeline, source: AVQSource) -> None:
@@ -65,7 +65,7 @@ class _Events:
             self.kind, default = NUM_REFINED, max(x.config.num_refined or 0 for x in states)
         values = sorted({default, *usual_values(pipe, self.kind)}, reverse=self.kind == THRESHOLD)
         self.dials, self.default_dial = [f"{x:g}" for x in values], f"{default:g}"
-        self.working: set[str | None] = set()
+        self.working: dict[str | None, object] = {}
         side = training_size(pipe)
         most = min(LARGEST_SIDE * side, largest_side(pipe) or LARGEST_SIDE * side)
         self.sides = [side, *range(side // SIZE_STEP * SIZE_STEP + SIZE_STEP, most + 1, SIZE_STEP)]
@@ -157,12 +157,12 @@ class _Events:
 
     def begin(self, visitor: gr.Request) -> gr.Button:
         """Let a visitor's runs start; returns the button that cancels them."""
-        self.working.add(visitor.session_hash)
+        self.working[visitor.session_hash] = object()
         return gr.Button(CANCEL, visible=True)
 
     def cancel(self, visitor: gr.Request) -> None:
         """Stop a visitor's run at its next step, and those that are still queued."""
-        self.working.discard(visitor.session_hash)
+        self.working[visitor.session_hash] = None
 
     def _after_step(
         self, visitor: gr.Request, tell: Callable[[int], None] | None = None
@@ -173,8 +173,11 @@ class _Events:
             gr.Error: the run was cancelled while it was queued.
         """
 
+        session = visitor.session_hash
+        pressed = self.working.setdefault(session, object())
+
         def stop_if_cancelled() -> None:
-            if visitor.session_hash not in self.working:
+            if pressed is None or self.working.get(session) is not pressed:
                 raise gr.Error("Cancelled.", print_exception=False)
 
         def after_step(

@@ -360,8 +360,8 @@ def set_threshold(
     a model each follow their own timestep, except in compiled code. `torch.compile` makes one graph
     per part of a schedule; blocks compiled one by one make one per threshold (for more than 8,
     raise `torch._dynamo.config.recompile_limit`). With `fullgraph=True`, call
-    `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before setting a schedule. A CUDA graph
-    keeps what it was captured with.
+    `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before setting a schedule, which other
+    compiled code of the UNet does not follow. A CUDA graph keeps what it was captured with.
 
     Args:
         pipe: a pipeline or model with AVQ.

@@ -1,5 +1,6 @@
 """The configuration of a fine-tuning run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -37,10 +38,8 @@ RESERVED = {*FIXED, "output_dir", "use_cpu", "metric_for_best_model"}
 
 def _number(value: Any) -> Any:
     """Convert text such as 1e-2, which YAML does not take for a number."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value, re.I)
+    return float(value) if is_number else value
 
 
 def parse_attention(name: str, **fields: bool) -> tuple[AVQConfig | None, bool]:

@@ -93,7 +93,7 @@ def result_name(
 ) -> str:
     """Name of a result file without extension.
 
-    It includes a model other than mini-sd, and a size other than the model's own.
+    It includes the folder's name of a model other than mini-sd, and a size other than its own.
     """
     name = "" if model == MINI_SD else f"_{Path(model).resolve().name.replace('-', '_')}"
     at_levels = "" if is_mini_sd3(model) else f"_levels{''.join(map(str, levels))}"

@@ -206,6 +206,7 @@ def test_cancelled_work_stops(visit, calls, reference):
     while not steps:
         time.sleep(0.01)
     gone.cancel()
+    gone.client.predict(api_name="/begin")  # as the next press does
     with pytest.raises(AppError, match="Cancelled"):
         job.result(timeout=60)
     assert len(steps) < 50

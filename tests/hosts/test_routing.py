@@ -509,12 +509,15 @@ class TestThreshold:
         assert calls(unet) == [{"AVQ": 2, "faster": 4}]
 
     def test_kinds_of_calls_are_few(self, unet, trials):
-        """Catches columns that are kept for each size of image that a server has ever made."""
+        """Catches columns that are kept for each size of image that a server has ever made, and a
+        usual size that is forgotten."""
         apply_avq(unet, self.CONFIG.changed(threshold=0))
         for height in range(columns.MOST_KINDS + 2):
-            predict(unet, height=4 + 2 * height)
+            predict(unet)
+            predict(unet, height=18 + 2 * height)
         (layer,) = select_layers(unet)
         assert len(layer.avq_state.kinds) == columns.MOST_KINDS
+        assert layer.avq_state.calls["AVQ"] == columns.MOST_KINDS + 3
 
     def test_readings_are_few(self, unet, trials, reads):
         """Catches a wait for the GPU in each call, columns of the first call for ever, and a seed

@@ -358,7 +358,7 @@ LARGEST_FLOAT32 = 3.4e38
 
 
 def _limit(spec: Spec) -> float:
-    """The threshold's, or the number of refined parents: numbers that kernels take at run time."""
+    """`Spec.limit`, or the number of refined parents: numbers that kernels take at run time."""
     if spec.num_refined is not None:
         return float(spec.num_refined)
     return min(spec.limit, LARGEST_FLOAT32)

@@ -121,7 +121,7 @@ class Scheduler(NamedTuple):
     def pre_forward_past_the_entrance(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Serves pipelines that share the model of a compiled wrapper without the wrapper."""
+        """Serves calls that bypass the model's compiled wrapper, but not other compiled code."""
         if not torch.compiler.is_compiling():
             self.pre_forward(model, args, kwargs)
 

@@ -39,7 +39,7 @@ OUTSIDE = "outside a call of the model"
 DISABLED, SCHEDULED = "disabled", "scheduled"
 NO_BACKWARD = -1
 REST = -1  # everything else in a layer's sequence is beside the grid
-_DISABLING = threading.Lock()
+_DISABLING, _REMEMBERING = threading.Lock(), threading.Lock()
 
 Value = TypeVar("Value")
 # Height and width, preceded by frames for videos; or why there is no single grid.
@@ -386,9 +386,11 @@ class LayerState:
         if call.spec.threshold is None or call.query_order is None:
             return None
         kind = call.spec, call.query_order.shape[0]
-        if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:
-            del self.kinds[next(iter(self.kinds))]
-        return self.kinds.setdefault(kind, Needed())
+        with _REMEMBERING:
+            self.kinds[kind] = needed = self.kinds.pop(kind, None) or Needed()
+            if len(self.kinds) > MOST_KINDS:
+                del self.kinds[next(iter(self.kinds))]
+        return needed
 
     def _measure_while_tracing(self, call: Call, tokens: Tokens) -> None:
         """Measure the route of a call that is being compiled, unless its sizes are symbols."""

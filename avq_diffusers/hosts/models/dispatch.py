@@ -11,6 +11,7 @@ exchanges tokens for heads: AVQ gets all tokens of some heads.
 
 from contextlib import nullcontext
 from math import prod
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +251,18 @@ class _Intercepted:
                 self.attn.forward = self.replaced
 
 
+def _has_lost_avq(attn: Any) -> bool:
+    """Whether a tool has put a `forward` back that it found before AVQ was applied."""
+    forward = attn.forward
+    while not isinstance(forward, MethodType):
+        if isinstance(forward, _Intercepted) and forward.mode is _IN_PLACE_OF_TORCH:
+            return False
+        forward = getattr(forward, "__wrapped__", getattr(forward, "func", None))
+        if forward is None:
+            return False  # a function that does not say what it calls
+    return True
+
+
 def _attend(attention: _AttentionCall) -> Tensor | None:
     """AVQ for the current layer's call, (B, N, H, D); None if it runs exact attention."""
     state = _present.get()
@@ -369,6 +382,12 @@ class _DispatchWatch(TransformerWatch):
                 if isinstance(vars(attn).get("forward"), _Intercepted):
                     del attn.forward
                     _Intercepted(attn)
+        elif not torch.compiler.is_compiling():
+            for layer in self.layers:
+                state = layer.avq_state
+                is_own = state is not None and not state.previous.is_dispatched
+                if is_own and _has_lost_avq(layer.attn):
+                    vars(caller)[ATTRIBUTE].handles.append(_Intercepted(layer.attn))
         super().enter(caller, tokens)
 
     def end(self, caller: nn.Module, args: Any, output: Any) -> None:

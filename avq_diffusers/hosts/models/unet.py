@@ -88,8 +88,8 @@ UNPREPARED = (
     "and use apply_avq for a block that is called by itself."
 )
 REBUILT = (
-    "with an IP-Adapter, this UNet's AVQProcessor runs with its defaults, because load_ip_adapter "
-    "drops all that was passed to it; call apply_avq(pipe, ...) in its place."
+    "with an IP-Adapter, this UNet's AVQProcessor runs with its defaults; if you passed it others, "
+    "load_ip_adapter has dropped them: call apply_avq(pipe, ...) in its place."
 )
 NO_LAYERS = "AVQ runs in the self-attention of a UNet's spatial transformers, but this {} has none."
 OTHER_SCORES = "get_attention_scores is replaced"
