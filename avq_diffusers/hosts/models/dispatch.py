@@ -230,21 +230,21 @@ class _Intercepted:
 
     def __init__(self, attn: Any) -> None:
         self.attn = attn
-        self.mode: Any = _IN_PLACE_OF_TORCH
+        self.is_active = True
         self.replaced = vars(attn).get("forward")
         self.__wrapped__ = attn.forward
         attn.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.mode:
+            with _IN_PLACE_OF_TORCH if self.is_active else nullcontext():
                 return self.__wrapped__(*args, **kwargs)
         finally:
             _present.set(None)
 
     def remove(self) -> None:
         """Put the layer's own back; one that another tool has wrapped stays, and does nothing."""
-        self.mode = nullcontext()
+        self.is_active = False
         if vars(self.attn).get("forward") is self:
             del self.attn.forward
             if self.replaced is not None:
@@ -255,7 +255,7 @@ def _has_lost_avq(attn: Any) -> bool:
     """Whether a tool has put a `forward` back that it found before AVQ was applied."""
     forward = attn.forward
     while not isinstance(forward, MethodType):
-        if isinstance(forward, _Intercepted) and forward.mode is _IN_PLACE_OF_TORCH:
+        if isinstance(forward, _Intercepted) and forward.is_active:
             return False
         forward = getattr(forward, "__wrapped__", getattr(forward, "func", None))
         if forward is None:
