@@ -86,13 +86,13 @@ def decode_text(content: bytes, name: str) -> str:
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{name} is not UTF-8 text but UTF-16; save it as UTF-8.")
-    place, reason = content.find(b"\0"), "a zero byte, as in UTF-16"
+    index, reason = content.find(b"\0"), "a zero byte, as in UTF-16"
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        place, reason = error.start, error.reason
-    if place >= 0:
-        line = content.count(b"\n", 0, place) + 1
+        index, reason = error.start, error.reason
+    if index >= 0:
+        line = content.count(b"\n", 0, index) + 1
         raise ValueError(f"{name} is not UTF-8 text (line {line}: {reason}); save it as UTF-8.")
     return MARK.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
 

@@ -156,7 +156,7 @@ class Spec:
         return [-1 if x is None else x for x in values.values()]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int], threshold: float | None) -> "Spec":
+    def from_numbers(cls, numbers: Sequence[int], threshold: float | None) -> "Spec":
         """The inverse of `numbers`.
 
         Args:

@@ -35,8 +35,8 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
     Raises:
         OSError: the disk is full or not writable; the message names `path`.
     """
-    own = f"{secrets.token_hex(4)}-" if shared else ""
-    temporary = path.with_name(f"{TEMPORARY}{own}{path.name}")
+    prefix = f"{secrets.token_hex(4)}-" if shared else ""
+    temporary = path.with_name(f"{TEMPORARY}{prefix}{path.name}")
     try:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from avq_diffusers import select_layers
 from eval.benchmarks.timing import Effort
 from eval.methods.prepared import load_methods
 from eval.quality import protocol
-from eval.quality.scenes import Trial, score_methods
+from eval.quality.scenes import SceneTrial, score_methods
 
 CALIBRATION = ("a",)  # prompts
 FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
@@ -95,7 +95,7 @@ def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dty
 def score(pipe, methods, scenes, scorer, settings, finished=(), **options):
     """The rows of `score_methods`, of scenes that are their own reference."""
     shown = {"scenes": scenes, "reference_scenes": scenes, "calibration_prompts": CALIBRATION}
-    trial = Trial(methods=methods, settings=settings, **shown, **options)
+    trial = SceneTrial(methods=methods, settings=settings, **shown, **options)
     return list(score_methods(pipe, trial, scorer, dict(finished)))
 
 

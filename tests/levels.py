@@ -42,7 +42,7 @@ def _levels_of_kernels(tensors: Tensors, spec: Spec) -> Tensor:
         tiling = attention.attention_tiling(problem)
         tiles = attention.query_tiles(problem, given, precompute, memory, tiling, levels=True)
         level = tiles.arguments["columns"].level
-        parts.append(memory.parts[level.place - memory.num_given])
+        parts.append(memory.parts[level.index - memory.num_given])
         return Plan(memory, [*precompute.launches, tiles.select])
 
     problem = Problem.of(tensors, stored, spec)

@@ -70,7 +70,7 @@ def test_sizes_have_names():
 def test_an_operator_gets_every_option(options):
     """Catches a field that an operator's schema loses."""
     spec = Spec(num_parents=9, num_children=2, query_tile=6, **options)
-    assert Spec.of_numbers(spec.numbers, spec.threshold) == spec
+    assert Spec.from_numbers(spec.numbers, spec.threshold) == spec
     assert len({*spec.numbers}) == len(spec.numbers)
 
 

@@ -1,6 +1,7 @@
 """Who may import whom (design, section 4)."""
 
 import ast
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def inside(name: str, package: str) -> str:
 
 GRAPH = {module: imports(path) for module, path in MODULES.items()}
 PAIRS = [(module, name) for module, names in GRAPH.items() for name in names]
+
+
+def test_a_class_is_named_once():
+    """Catches a second `Call`, `Run` or `Part`: a reader who searches for a class finds one."""
+    nodes = (node for path in PATHS for node in ast.parse(path.read_text("utf-8")).body)
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_imports_go_down_only():

@@ -16,7 +16,7 @@ from torch import Tensor
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.own_codewords import assigned
 from avq_diffusers.attention.tensors import Tensors
-from avq_diffusers.attention.torch_forward import Tiles, choose, summarize, tile_queries
+from avq_diffusers.attention.torch_forward import QueryTiles, choose, summarize, tile_queries
 from avq_diffusers.codebook.assignment import across_heads, heads_first, leaf_sums
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import RESOLUTIONS, Spec
@@ -107,7 +107,7 @@ def refined_parents(
     tensors = tensors.with_codewords_in(_dtype_of_codewords(tensors))
     with torch.autocast(key.device.type, enabled=False):
         summary = summarize(tensors, spec)
-        tiles = Tiles.of(tensors, spec.query_tile)
+        tiles = QueryTiles.of(tensors, spec.query_tile)
         spans = choose(tile_queries(tensors, tiles, summary), summary, tiles, spec).spans
     is_refined = spans.unflatten(-1, (spec.num_parents, -1))[..., 0] == 0
     return is_refined.unflatten(0, (len(query), -1))

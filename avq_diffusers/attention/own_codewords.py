@@ -57,10 +57,10 @@ def assigned(tensors: Tensors, spec: Spec) -> Assigned:
 
 def spaced_keys(key: Tensor, key_order: Tensor | None, num_parents: int) -> Tensor:
     """Keys (H, M0, D) of (H, S, D), evenly spaced in the key order."""
-    place = torch.arange(num_parents, device=key.device) * key.shape[1] // num_parents
+    index = torch.arange(num_parents, device=key.device) * key.shape[1] // num_parents
     if key_order is not None:
-        place = key_order[place].long()
-    return key[:, place]
+        index = key_order[index].long()
+    return key[:, index]
 
 
 def cell_keys(key: Tensor, cells: Groups, parents: Tensor, num_children: int) -> Tensor:
@@ -70,7 +70,7 @@ def cell_keys(key: Tensor, cells: Groups, parents: Tensor, num_children: int) ->
     """
     counts = cells.edges.diff()[:, None]
     rank = torch.arange(num_children, device=key.device) * counts // num_children
-    place = (cells.edges[:-1, None] + rank).clamp(max=len(cells.rows) - 1)
-    children = key.flatten(0, 1)[cells.rows[place]]
+    index = (cells.edges[:-1, None] + rank).clamp(max=len(cells.rows) - 1)
+    children = key.flatten(0, 1)[cells.rows[index]]
     children = children.where(counts[..., None] > 0, parents.flatten(0, 1)[:, None])
     return children.unflatten(0, parents.shape[:2])

@@ -176,8 +176,8 @@ def resolution(
     parent_of_leaf = parent_of_leaf // max(1, num_leaves // num_parents - 1)
     parent_of_leaf[:num_parents] = torch.arange(num_parents)  # what stays
 
-    def sums(of_leaves: Tensor) -> Tensor:
-        return torch.zeros_like(cell_mass).index_add(-1, parent_of_leaf, of_leaves)
+    def sums(leaf_values: Tensor) -> Tensor:
+        return torch.zeros_like(cell_mass).index_add(-1, parent_of_leaf, leaf_values)
 
     inside = sums(leaf_counts * leaf_spread) / sums(leaf_counts).clamp(min=1)
     further = sums((leaf_counts > 0).to(size.dtype)) - 1
@@ -213,12 +213,12 @@ def first_order(key: Tensor, value: Tensor, found: Quantized) -> Tensor:
     """
     key_offsets = key - _take(found.leaves, found.leaf)
     value_offsets = value - _take(_means(value, found.leaf, found.leaves), found.leaf)
-    inside, of_cells = (
+    inside, around_cells = (
         offsets.square().sum(dim=(2, 3))[..., None, None]
         for offsets in (key_offsets, key - _take(found.parents, found.cell))
     )
     # No infinite divisor, through which the gradient would be NaN.
-    is_some = inside > LEAST_INSIDE * of_cells
+    is_some = inside > LEAST_INSIDE * around_cells
     return is_some * (value_offsets.mT @ key_offsets) / inside.where(is_some, 1)
 
 
@@ -287,10 +287,10 @@ def spaced_keys(key: Tensor, num_parents: int, key_order: Tensor | None) -> Tens
     Returns:
         (B, H, M0, D).
     """
-    place = torch.arange(num_parents, device=key.device) * key.shape[2] // num_parents
+    index = torch.arange(num_parents, device=key.device) * key.shape[2] // num_parents
     if key_order is not None:
-        place = key_order[place]
-    return key[:, :, place]
+        index = key_order[index]
+    return key[:, :, index]
 
 
 def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
@@ -307,10 +307,12 @@ def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> 
     """
     children = parents[:, :, :, None].repeat(1, 1, 1, num_children, 1)
     for b, h, p in torch.cartesian_prod(*map(torch.arange, parents.shape[:3])).tolist():
-        own = (cell[b, h] == p).nonzero()[:, 0]
-        if len(own):
-            rank = torch.arange(num_children, device=key.device) * len(own) // max(1, num_children)
-            children[b, h, p] = key[b, h, own[rank]]
+        members = (cell[b, h] == p).nonzero()[:, 0]
+        if len(members):
+            rank = (
+                torch.arange(num_children, device=key.device) * len(members) // max(1, num_children)
+            )
+            children[b, h, p] = key[b, h, members[rank]]
     return children
 
 

@@ -20,7 +20,7 @@ CALL = ", ".join(
 def call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
     """Unpack an operator's arguments."""
     *inputs, numbers, threshold = arguments
-    return Tensors(*inputs), Spec.of_numbers(numbers, threshold)
+    return Tensors(*inputs), Spec.from_numbers(numbers, threshold)
 
 
 def arguments_of(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from avq_diffusers.attention.tensors import Tensors, empty_tokens
 from avq_diffusers.attention.torch_forward import (
-    Summary,
-    Tiles,
+    KeySummary,
+    QueryTiles,
     choose,
     offsets_to,
     summarize,
@@ -83,8 +83,8 @@ def gradients(
     size = min(batch, chunk_length(grad_output.device, table_elements, ELEMENTS))
     for start in range(0, batch, size):
         elements = slice(start, min(start + size, batch))
-        of_part = [None if grad is None else grad[elements] for grad in grads]
-        _write_gradients(grad_output[elements], tensors.part(elements), spec, of_part)
+        part_grads = [None if grad is None else grad[elements] for grad in grads]
+        _write_gradients(grad_output[elements], tensors.part(elements), spec, part_grads)
     return [grad for grad in grads if grad is not None]
 
 
@@ -93,8 +93,8 @@ def _write_gradients(
 ) -> None:
     """Write the token gradients of a chunk of batch elements."""
     grad_query, grad_key, grad_value, *grad_sinks = grads
-    of_key, of_value, of_sink_key, of_sink_value = (x is not None for x in grads[1:])
-    summary, tiles = summarize(tensors, spec), Tiles.of(tensors, spec.query_tile)
+    needs_key, needs_value, needs_sink_key, needs_sink_value = (x is not None for x in grads[1:])
+    summary, tiles = summarize(tensors, spec), QueryTiles.of(tensors, spec.query_tile)
     queries = tile_queries(tensors, tiles, summary)
     grad_tiles, grad_queries = tiles.cut(grad_output, queries.dtype), torch.empty_like(queries)
     term = moments = None
@@ -102,17 +102,17 @@ def _write_gradients(
         term = _FirstOrder(summary.matrix, queries, grad_tiles)
     if spec.means:
         # Gradients of spreads ride with those of values.
-        rides = of_key and term is not None
-        sums = _Sums(summary, of_key or of_sink_key, of_value or of_sink_value or rides)
+        rides = needs_key and term is not None
+        sums = _Sums(summary, needs_key or needs_sink_key, needs_value or needs_sink_value or rides)
     else:
-        sums = _Sums(summary, of_sink_key, of_sink_value)
-        moments = _Moments(summary, of_key, of_value)
+        sums = _Sums(summary, needs_sink_key, needs_sink_value)
+        moments = _Moments(summary, needs_key, needs_value)
 
     tile, channels = queries.shape[1:]
-    of_moments = 0 if moments is None else moments.sums.shape[1]
+    moment_width = 0 if moments is None else moments.sums.shape[1]
 
     def elements(columns: int) -> int:
-        return 4 * tile * columns + (4 * channels + of_moments) * (tile + columns)
+        return 4 * tile * columns + (4 * channels + moment_width) * (tile + columns)
 
     chosen = choose(queries, summary, tiles, spec)
     for pairs, rows in chosen.lists(summary, elements, ELEMENTS):
@@ -134,18 +134,18 @@ def _write_gradients(
             term.add_to(grad_queries)
         head_dim = grad_query.shape[3]
         tiles.write(grad_query, tensors.scale * grad_queries[..., :head_dim])
-    of_tokens: Sequence[Tensor | None]
+    token_grads: Sequence[Tensor | None]
     value = tensors.value.flatten(0, 2).to(queries.dtype)
     if moments is None:
-        of_tokens = _through_means(summary, value, sums, term, of_key, of_value)
+        token_grads = _through_means(summary, value, sums, term, needs_key, needs_value)
     else:
-        of_tokens = moments.gradients(value)
-    for grad, of_token in zip((grad_key, grad_value), of_tokens, strict=True):
-        if grad is not None and of_token is not None:
-            grad.copy_(of_token.view(grad.shape))
-    for grad, of_rows in zip(grad_sinks, (sums.keys, sums.values), strict=True):
-        if grad is not None and of_rows is not None:
-            grad.copy_(of_rows[summary.sink_rows, : grad.shape[3]].reshape(grad.shape))
+        token_grads = moments.gradients(value)
+    for grad, token_grad in zip((grad_key, grad_value), token_grads, strict=True):
+        if grad is not None and token_grad is not None:
+            grad.copy_(token_grad.view(grad.shape))
+    for grad, row_grads in zip(grad_sinks, (sums.keys, sums.values), strict=True):
+        if grad is not None and row_grads is not None:
+            grad.copy_(row_grads[summary.sink_rows, : grad.shape[3]].reshape(grad.shape))
 
 
 class _Attended(NamedTuple):
@@ -177,12 +177,12 @@ class _FirstOrder:
         self.matrix, self.grads = matrix, grads
         self.queries = queries[..., :head_dim]
         self.size = self.queries.square().mean(dim=-1, keepdim=True)
-        self.pulled = self._of_heads(grads[..., :head_dim]) @ matrix
+        self.pulled = self._by_head(grads[..., :head_dim]) @ matrix
         self.pulled = self.pulled.view(self.queries.shape)
         self.grad_share = (self.pulled * self.queries).sum(dim=-1, keepdim=True)
         self.seen = torch.empty_like(self.size)
 
-    def _of_heads(self, tokens: Tensor) -> Tensor:
+    def _by_head(self, tokens: Tensor) -> Tensor:
         """Tokens (H T, I, D) as (H, T I, D)."""
         return tokens.unflatten(0, (len(self.matrix), -1)).flatten(1, 2)
 
@@ -203,19 +203,19 @@ class _FirstOrder:
     def add_to(self, grad_queries: Tensor) -> None:
         """Add the gradient of queries (H T, I, W)."""
         head_dim, share = self.matrix.shape[1], self.share
-        of_size = share.square() * self.grad_share * (2 / head_dim)
-        grad_queries[..., :head_dim] += share * self.pulled - of_size * self.queries
+        grad_size = share.square() * self.grad_share * (2 / head_dim)
+        grad_queries[..., :head_dim] += share * self.pulled - grad_size * self.queries
 
     def grad_matrix(self) -> Tensor:
         """(H, D, D)."""
         grads = self.share * self.grads[..., : self.matrix.shape[1]]
-        return self._of_heads(grads).mT @ self._of_heads(self.queries)
+        return self._by_head(grads).mT @ self._by_head(self.queries)
 
 
 class _Sums:
     """Gradients of the rows of the table, (rows, W) each; None where none is needed."""
 
-    def __init__(self, summary: Summary, for_keys: bool, for_values: bool) -> None:
+    def __init__(self, summary: KeySummary, for_keys: bool, for_values: bool) -> None:
         self.keys = torch.zeros_like(summary.keys) if for_keys else None
         self.values = torch.zeros_like(summary.values) if for_values else None
 
@@ -235,7 +235,7 @@ def _add_rows(sums: Tensor, rows: Tensor, added: Tensor) -> None:
         sums.index_put_((rows.flatten(),), added.flatten(0, 1), accumulate=True)
 
 
-def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
+def _leaf_shares(sums: Tensor, counts: Tensor) -> Tensor:
     """What a key of each leaf takes, (H, M0, 1 + C, L), from the two codewords (H R, L) that it is
     part of."""
     shares = sums.unflatten(0, counts.shape) / counts.clamp(min=1)[..., None]
@@ -243,7 +243,7 @@ def _of_leaves(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _through_means(
-    summary: Summary,
+    summary: KeySummary,
     value: Tensor,
     sums: _Sums,
     term: _FirstOrder | None,
@@ -252,8 +252,8 @@ def _through_means(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of keys and values (H S, D), of which `value` holds the latter."""
     grad_keys, grad_values = (
-        _of_sums(summary, of_rows) if needed and of_rows is not None else None
-        for needed, of_rows in ((for_keys, sums.keys), (for_values, sums.values))
+        _token_gradients(summary, row_grads) if needed and row_grads is not None else None
+        for needed, row_grads in ((for_keys, sums.keys), (for_values, sums.values))
     )
     if term is None or not (for_keys or for_values):
         return grad_keys, grad_values
@@ -267,24 +267,27 @@ def _through_means(
     if grad_keys is not None and sums.values is not None:
         value_offsets = offsets_to(codewords.values, value, leaves).unflatten(0, (heads, -1))
         grad_keys += (value_offsets @ grad_matrix).flatten(0, 1)
-        of_spreads = sums.values[: codewords.counts.numel(), head_dim, None]
-        of_spreads = 2 * of_spreads.unflatten(0, codewords.counts.shape)
-        of_spreads /= codewords.counts.clamp(min=1)[..., None]
+        grad_spreads = sums.values[: codewords.counts.numel(), head_dim, None]
+        grad_spreads = 2 * grad_spreads.unflatten(0, codewords.counts.shape)
+        grad_spreads /= codewords.counts.clamp(min=1)[..., None]
         # A key's offset to its cell is that to its leaf and that of its leaf.
-        of_cells, of_leaves = of_spreads[:, :, :1], of_spreads[:, :, :1] + of_spreads[:, :, 1:]
-        between = of_cells * (codewords.keys[:, :, 1:] - codewords.keys[:, :, :1])
-        of_leaves -= 2 * (grad_matrix * term.matrix).sum(dim=(1, 2))[:, None, None, None]
-        shares = torch.cat([of_leaves, between], dim=-1).flatten(0, 2)
+        cell_shares, leaf_shares = (
+            grad_spreads[:, :, :1],
+            grad_spreads[:, :, :1] + grad_spreads[:, :, 1:],
+        )
+        between = cell_shares * (codewords.keys[:, :, 1:] - codewords.keys[:, :, :1])
+        leaf_shares -= 2 * (grad_matrix * term.matrix).sum(dim=(1, 2))[:, None, None, None]
+        shares = torch.cat([leaf_shares, between], dim=-1).flatten(0, 2)
         shares = shares.index_select(0, leaves.number)
         grad_keys += shares[:, :1] * key_offsets.flatten(0, 1) + shares[:, 1:]
     return grad_keys, grad_values
 
 
-def _of_sums(summary: Summary, sums: Tensor) -> Tensor:
+def _token_gradients(summary: KeySummary, sums: Tensor) -> Tensor:
     """Gradients (H S, D) of what became means and rows of the table (rows, W)."""
     counts, head_dim = summary.codewords.counts, summary.codewords.keys.shape[3]
-    of_leaves = _of_leaves(sums[: counts.numel(), :head_dim], counts).flatten(0, 2)
-    found = of_leaves.index_select(0, summary.leaves.number)
+    leaf_shares = _leaf_shares(sums[: counts.numel(), :head_dim], counts).flatten(0, 2)
+    found = leaf_shares.index_select(0, summary.leaves.number)
     keys = sums[summary.key_rows, :head_dim]
     return found + keys if len(keys) else found
 
@@ -293,7 +296,7 @@ class _Moments:
     """What stored codewords accumulate for their keys: sum_i w_ia [q_i, 1] [dy_i, delta_i]^T, of
     the rows for keys, D, and for values, one."""
 
-    def __init__(self, summary: Summary, for_keys: bool, for_values: bool) -> None:
+    def __init__(self, summary: KeySummary, for_keys: bool, for_values: bool) -> None:
         self.summary, self.needed = summary, (for_keys, for_values)
         codewords = summary.codewords.keys
         head_dim = codewords.shape[3]
@@ -316,16 +319,16 @@ class _Moments:
         grad_keys, grad_values = (
             torch.empty_like(value) if needed else None for needed in self.needed
         )
-        of_leaves = _of_leaves(self.sums, self.summary.codewords.counts)
-        of_leaves = of_leaves.flatten(0, 2).unflatten(-1, (-1, 1 + head_dim))
+        leaf_shares = _leaf_shares(self.sums, self.summary.codewords.counts)
+        leaf_shares = leaf_shares.flatten(0, 2).unflatten(-1, (-1, 1 + head_dim))
         length = chunk_length(value.device, max(1, self.sums.shape[1]), ELEMENTS)
         for start in range(0, len(value), length):
             part = slice(start, start + length)
             leaf = self.summary.leaves.number[part]
             if grad_values is not None:
-                grad_values[part] = of_leaves[:, -1, :head_dim].index_select(0, leaf)
+                grad_values[part] = leaf_shares[:, -1, :head_dim].index_select(0, leaf)
             if grad_keys is not None:
-                matrices = of_leaves[:, :head_dim].index_select(0, leaf)
+                matrices = leaf_shares[:, :head_dim].index_select(0, leaf)
                 values = F.pad(value[part], (0, 1), value=-1)[..., None]
                 grad_keys[part] = (matrices @ values)[..., 0]
         return grad_keys, grad_values

@@ -60,7 +60,7 @@ ALIGNED = 16
 SIMILAR = 0.75
 
 
-class Codewords(NamedTuple):
+class CellCodewords(NamedTuple):
     """Of every parent: its whole cell, what stays with it, its children.
 
     With means, the keys are around the centre of their head.
@@ -73,7 +73,7 @@ class Codewords(NamedTuple):
     spreads: Tensor | None = None
 
 
-class Summary(NamedTuple):
+class KeySummary(NamedTuple):
     """What the queries of a chunk of batch elements attend to.
 
     Attributes:
@@ -87,7 +87,7 @@ class Summary(NamedTuple):
     """
 
     leaves: Groups
-    codewords: Codewords
+    codewords: CellCodewords
     keys: Tensor
     values: Tensor
     key_rows: slice
@@ -101,7 +101,7 @@ class Summary(NamedTuple):
         return (self.sink_rows.stop - self.sink_rows.start) // len(self.codewords.counts)
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """How queries are cut into tiles."""
 
     order: Tensor | None  # (N,) int64; None is the order of the queries
@@ -109,10 +109,12 @@ class Tiles(NamedTuple):
     length: int
 
     @staticmethod
-    def of(tensors: Tensors, length: int) -> "Tiles":
+    def of(tensors: Tensors, length: int) -> "QueryTiles":
         """Tiles of at most `length` queries."""
         order, num_queries = tensors.query_order, tensors.query.shape[2]
-        return Tiles(None if order is None else order.long(), num_queries, min(length, num_queries))
+        return QueryTiles(
+            None if order is None else order.long(), num_queries, min(length, num_queries)
+        )
 
     @property
     def number(self) -> int:
@@ -141,8 +143,8 @@ class Tiles(NamedTuple):
             number = min(SAMPLE, self.length)
         first = torch.arange(0, self.num_queries, self.length, device=device)[:, None]
         lengths = (self.num_queries - first).clamp(max=self.length)
-        place = torch.arange(number, device=device) * lengths.clamp(min=number) // number
-        return place, place < lengths
+        slot = torch.arange(number, device=device) * lengths.clamp(min=number) // number
+        return slot, slot < lengths
 
     def write(self, tokens: Tensor, tiles: Tensor) -> None:
         """Write tiles (B H T, I, D) to the tokens that they were cut from.
@@ -170,7 +172,7 @@ def avq_attention(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
     query = tensors.query
     output, shown = empty_tokens(query), empty_shown(query, spec.query_tile)
     # All queries see the same columns where no parent is refined.
-    tiles = Tiles.of(tensors, query.shape[2] if spec.num_refined == 0 else spec.query_tile)
+    tiles = QueryTiles.of(tensors, query.shape[2] if spec.num_refined == 0 else spec.query_tile)
     size = chunk_length(query.device, query[0].numel())
     for start in range(0, len(query), size):
         elements = slice(start, start + size)
@@ -178,8 +180,8 @@ def avq_attention(tensors: Tensors, spec: Spec) -> tuple[Tensor, Tensor]:
         summary = summarize(part, spec)
         queries = tile_queries(part, tiles, summary)
         chosen = choose(queries, summary, tiles, spec)
-        of_tiles = chosen.shown(summary.codewords.counts)
-        shown[elements] = of_tiles.unflatten(0, (-1, query.shape[1]))
+        num_shown = chosen.shown(summary.codewords.counts)
+        shown[elements] = num_shown.unflatten(0, (-1, query.shape[1]))
         attended = attend(queries, summary, chosen)
         if summary.matrix is not None:
             attended = with_first_order(queries, summary.matrix, attended)
@@ -192,7 +194,7 @@ def width(head_dim: int) -> int:
     return head_dim // 4 * 4 + 4
 
 
-def summarize(tensors: Tensors, spec: Spec) -> Summary:
+def summarize(tensors: Tensors, spec: Spec) -> KeySummary:
     """What represents the keys; heads of all batch elements are flattened."""
     centre, key, parents, children, leaf = assigned(tensors, spec)
     dtype, head_dim = key.dtype, key.shape[2]
@@ -205,11 +207,11 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
         codewords, offsets = _means(key, value, leaves, counts)
         if tensors.parents is None:
             # Offsets add up to 0 in a leaf, so the mean of its values has no part in this.
-            values, of_heads = (x.unflatten(0, (len(parents), -1)) for x in (value, offsets))
-            matrix = values.mT @ of_heads / variance_of(codewords)
+            values, head_offsets = (x.unflatten(0, (len(parents), -1)) for x in (value, offsets))
+            matrix = values.mT @ head_offsets / variance_of(codewords)
     else:
         cells = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
-        codewords = Codewords(cells, _averages(value, leaves, counts), counts)
+        codewords = CellCodewords(cells, _averages(value, leaves, counts), counts)
 
     first = counts.numel()
     key_rows = slice(first, first + (len(key) if spec.num_refined is None else 0))
@@ -228,11 +230,13 @@ def summarize(tensors: Tensors, spec: Spec) -> Summary:
     if sink_key is not None and sink_value is not None:
         keys[sink_rows, :head_dim] = (sink_key.flatten(0, 1) - centre).flatten(0, 1)
         values[sink_rows, :head_dim] = sink_value.flatten(0, 2)
-    return Summary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
+    return KeySummary(leaves, codewords, keys, values, key_rows, sink_rows, offsets, matrix)
 
 
-def _means(key: Tensor, value: Tensor, leaves: Groups, counts: Tensor) -> tuple[Codewords, Tensor]:
-    """Codewords of keys and values (H S, D), and `Summary.offsets`."""
+def _means(
+    key: Tensor, value: Tensor, leaves: Groups, counts: Tensor
+) -> tuple[CellCodewords, Tensor]:
+    """Codewords of keys and values (H S, D), and `KeySummary.offsets`."""
     keys, values = (_averages(x, leaves, counts) for x in (key, value))
     offsets = offsets_to(keys, key, leaves)
     distances = torch.linalg.vector_norm(offsets, dim=1, keepdim=True).square_()
@@ -240,9 +244,9 @@ def _means(key: Tensor, value: Tensor, leaves: Groups, counts: Tensor) -> tuple[
     # A leaf's keys around the mean of its cell. Moments about the centre would cancel for small
     # cells far from it.
     between = (keys[:, :, 1:] - keys[:, :, :1]).square().sum(dim=-1)
-    of_cells = (inside + counts[:, :, 1:] * between).sum(dim=2, keepdim=True)
-    spreads = torch.cat([of_cells, inside], dim=2) / counts.clamp(min=1)
-    return Codewords(keys, values, counts, spreads), offsets
+    cell_sums = (inside + counts[:, :, 1:] * between).sum(dim=2, keepdim=True)
+    spreads = torch.cat([cell_sums, inside], dim=2) / counts.clamp(min=1)
+    return CellCodewords(keys, values, counts, spreads), offsets
 
 
 def offsets_to(means: Tensor, tokens: Tensor, leaves: Groups) -> Tensor:
@@ -257,12 +261,12 @@ def _averages(tokens: Tensor, leaves: Groups, counts: Tensor) -> Tensor:
     return _with_cells(sums) / counts.clamp(min=1)[..., None]
 
 
-def _with_cells(of_leaves: Tensor) -> Tensor:
+def _with_cells(leaf_sums: Tensor) -> Tensor:
     """Sums or counts (H, M0, 1 + C, ...) of leaves as those of codewords, (H, M0, 2 + C, ...)."""
-    return torch.cat([of_leaves.sum(dim=2, keepdim=True), of_leaves], dim=2)
+    return torch.cat([leaf_sums.sum(dim=2, keepdim=True), leaf_sums], dim=2)
 
 
-def variance_of(codewords: Codewords) -> Tensor:
+def variance_of(codewords: CellCodewords) -> Tensor:
     """What C is divided by, (H, 1, 1): the sum of the keys' squared distances to the means of
     their leaves; infinity without a first-order term."""
     assert codewords.spreads is not None  # own codewords are means
@@ -282,7 +286,7 @@ def sum_groups(tokens: Tensor, groups: Groups) -> Tensor:
     return F.embedding_bag(index, run_sums, first_run, mode="sum")
 
 
-def tile_queries(tensors: Tensors, tiles: Tiles, summary: Summary) -> Tensor:
+def tile_queries(tensors: Tensors, tiles: QueryTiles, summary: KeySummary) -> Tensor:
     """Queries (H T, I, W), times the scale, and a 1 that meets log counts."""
     queries = tiles.cut(tensors.query, summary.keys.dtype)
     queries *= tensors.scale
@@ -310,7 +314,7 @@ class Chosen(NamedTuple):
         return torch.stack([codewords, keys], dim=-1).int()
 
     def lists(
-        self, summary: Summary, elements: Callable[[int], int], most: int = ELEMENTS
+        self, summary: KeySummary, elements: Callable[[int], int], most: int = ELEMENTS
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (G,) of a head and a tile, and the rows (G, K) of the table that they attend to.
 
@@ -332,43 +336,43 @@ class Chosen(NamedTuple):
             length = chunk_length(device, elements(number + sinks), most)
             similar = bisect_right(longest, -SIMILAR * number, key=lambda number: -number)
             pairs = order[start : min(start + length, similar)]
-            place = torch.arange(number, device=device)
-            is_row = place < numbers[pairs, None]
-            place = (firsts[pairs, None] + place).clamp(max=len(rows) - 1)
-            listed = rows[place].where(is_row, len(summary.keys) - 1)
+            slot = torch.arange(number, device=device)
+            is_row = slot < numbers[pairs, None]
+            slot = (firsts[pairs, None] + slot).clamp(max=len(rows) - 1)
+            listed = rows[slot].where(is_row, len(summary.keys) - 1)
             if sinks:
-                of_head = pairs // self.spans.shape[1] * sinks + summary.sink_rows.start
-                of_head = of_head[:, None] + torch.arange(sinks, device=device)
-                listed = torch.cat([listed, of_head], dim=1)
+                sink_numbers = pairs // self.spans.shape[1] * sinks + summary.sink_rows.start
+                sink_numbers = sink_numbers[:, None] + torch.arange(sinks, device=device)
+                listed = torch.cat([listed, sink_numbers], dim=1)
             yield pairs, F.pad(listed, (0, -listed.shape[1] % ALIGNED), value=len(summary.keys) - 1)
             start += len(pairs)
 
-    def _rows(self, summary: Summary, total: int) -> Tensor:
+    def _rows(self, summary: KeySummary, total: int) -> Tensor:
         """The rows of all pairs, one pair after the other, without sinks: `total` in number."""
         _, num_tiles, per_head = self.spans.shape
         spans, device = self.spans.flatten().long(), self.spans.device
         entry = torch.repeat_interleave(spans, output_size=total)
-        place = torch.arange(total, device=device) - (spans.cumsum(dim=0) - spans)[entry]
+        slot = torch.arange(total, device=device) - (spans.cumsum(dim=0) - spans)[entry]
         codeword = entry // (num_tiles * per_head) * per_head + entry % per_head
         counts, leaves = summary.codewords.counts, summary.leaves
         firsts = leaves.edges[:-1].view(*counts.shape[:2], -1)
         firsts = torch.cat([firsts[..., :1], firsts], dim=-1).flatten()
-        place = (firsts[codeword] + place).clamp(max=len(leaves.rows) - 1)
-        key = summary.key_rows.start + leaves.rows[place]
+        slot = (firsts[codeword] + slot).clamp(max=len(leaves.rows) - 1)
+        key = summary.key_rows.start + leaves.rows[slot]
         return torch.where(spans[entry] > 1, key, codeword)
 
 
-def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chosen:
+def choose(queries: Tensor, summary: KeySummary, tiles: QueryTiles, spec: Spec) -> Chosen:
     """The columns of each tile of queries (H T, I, W)."""
     counts = summary.codewords.counts
     if spec.num_refined == 0:
         cells = (torch.arange(counts.shape[2], device=counts.device) == 0).int()
         return Chosen(cells.repeat(len(counts), tiles.number, counts.shape[1]), spec.columns)
-    place, is_query = tiles.deciding(spec.threshold is not None, queries.device)
+    slot, is_query = tiles.deciding(spec.threshold is not None, queries.device)
     queries = queries.unflatten(0, (len(counts), -1))
-    if place.shape[1] < queries.shape[2]:
-        place = place[..., None].expand(len(counts), -1, -1, queries.shape[3])
-        queries = queries.gather(2, place)
+    if slot.shape[1] < queries.shape[2]:
+        slot = slot[..., None].expand(len(counts), -1, -1, queries.shape[3])
+        queries = queries.gather(2, slot)
 
     length = chunk_length(queries.device, len(counts) * is_query.shape[1] * counts[0].numel())
     parts = zip(queries.split(length, dim=1), is_query.split(length), strict=True)
@@ -377,7 +381,7 @@ def choose(queries: Tensor, summary: Summary, tiles: Tiles, spec: Spec) -> Chose
     return Chosen(torch.cat(spans, dim=1), spec.columns)
 
 
-def _spans_of_refined(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
+def _spans_of_refined(queries: Tensor, is_query: Tensor, summary: KeySummary, spec: Spec) -> Tensor:
     """`Chosen.spans` of tiles that refine as many cells, from their queries (H, T, I, W); others
     (T, I) are padding."""
     codewords = summary.codewords
@@ -391,11 +395,13 @@ def _spans_of_refined(queries: Tensor, is_query: Tensor, summary: Summary, spec:
     ranking = score.sort(dim=-1, descending=True, stable=True).indices
     refined = torch.zeros_like(score, dtype=torch.bool)
     refined = refined.scatter_(-1, ranking[..., : spec.num_refined], True)[..., None]
-    of_leaves = refined.expand(*score.shape, codewords.counts.shape[2] - 1)
-    return torch.cat([~refined, of_leaves], dim=-1).flatten(2).int()
+    leaf_spans = refined.expand(*score.shape, codewords.counts.shape[2] - 1)
+    return torch.cat([~refined, leaf_spans], dim=-1).flatten(2).int()
 
 
-def _spans_of_threshold(queries: Tensor, is_query: Tensor, summary: Summary, spec: Spec) -> Tensor:
+def _spans_of_threshold(
+    queries: Tensor, is_query: Tensor, summary: KeySummary, spec: Spec
+) -> Tensor:
     """`Chosen.spans` of tiles, from the queries (H, T, J, W) that decide; others (T, J) are
     padding."""
     counts, spreads = summary.codewords.counts, summary.codewords.spreads
@@ -428,17 +434,17 @@ def _spans_of_threshold(queries: Tensor, is_query: Tensor, summary: Summary, spe
     head = torch.arange(len(counts), device=counts.device)[:, None]
     opened = is_open.sort(dim=1, descending=True, stable=True).indices
     opened = opened[:, : int(is_open.sum(dim=1).max())]
-    of_leaves = counts[:, None, :, 1:].int().clamp(max=1).repeat(1, refined.shape[1], 1, 1)
+    leaf_spans = counts[:, None, :, 1:].int().clamp(max=1).repeat(1, refined.shape[1], 1, 1)
     leaves, sizes = keys[head, opened, 1:], counts[head, opened, 1:].int()[:, None]
     gain = masses(flat @ leaves.flatten(1, 2).mT).unflatten(-1, leaves.shape[1:3])
     gain *= growth(size[..., None] * spreads[head, opened, 1:][:, None]) / sizes.clamp(min=1)
     finest = torch.where(gain <= spec.limit, sizes.clamp(max=1), sizes)
-    of_leaves[head, :, opened] = finest.transpose(1, 2)
-    of_cells = ~refined & (counts[:, None, :, 0] > 0)
-    return torch.cat([of_cells[..., None], of_leaves * refined[..., None]], dim=-1).flatten(2)
+    leaf_spans[head, :, opened] = finest.transpose(1, 2)
+    cell_spans = ~refined & (counts[:, None, :, 0] > 0)
+    return torch.cat([cell_spans[..., None], leaf_spans * refined[..., None]], dim=-1).flatten(2)
 
 
-def _keys_of(summary: Summary) -> Tensor:
+def _keys_of(summary: KeySummary) -> Tensor:
     """Codewords with their log counts, (H, M0, 2 + C, W)."""
     counts = summary.codewords.counts
     return summary.keys[: counts.numel()].unflatten(0, counts.shape)
@@ -450,7 +456,7 @@ def growth(x: Tensor) -> Tensor:
     return torch.expm1(x.clamp(max=TANGENT_FROM)) + slope * (x - TANGENT_FROM).clamp(min=0)
 
 
-def attend(queries: Tensor, summary: Summary, chosen: Chosen) -> Tensor:
+def attend(queries: Tensor, summary: KeySummary, chosen: Chosen) -> Tensor:
     """Softmax over each tile's columns: outputs and the spreads seen, of queries (H T, I, W)."""
     attended = torch.empty_like(queries)
     tile, channels = queries.shape[1:]

@@ -161,8 +161,8 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     points = [result.seconds for result in shown], [result.psnr for result in shown]
     axes.plot(*points, "o", label=results[-1].label.split()[0])
     for result in shown:
-        place: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
-        axes.annotate(result.label.split()[1], (result.seconds, result.psnr), **place)
+        position: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
+        axes.annotate(result.label.split()[1], (result.seconds, result.psnr), **position)
     axes.set(xlabel="seconds per image", ylabel="PSNR to exact, dB", title=title)
     axes.set_xlim(0, 1.12 * max(result.seconds for result in results))
     axes.grid(alpha=0.3)

@@ -27,7 +27,7 @@ def refined_plan(pipe: DiffusionPipeline, number: int) -> dict[str, int]:
     most = max(parents.values())
     if not 0 <= number <= most:
         raise ValueError(f"refined parents must be between 0 and {most}, but got {number}.")
-    return {name: min(number, own) for name, own in parents.items()}
+    return {name: min(number, most_here) for name, most_here in parents.items()}
 
 
 def set_dial(

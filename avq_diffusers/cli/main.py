@@ -47,8 +47,8 @@ def taking(*requests: type[Any]) -> Callable[[Callable[..., None]], Callable[...
     shared = [[*signature(request).parameters.values()] for request in requests]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [*signature(command).parameters.values()][len(requests) :]
-        options = [option for fields in (*shared, own) for option in fields]
+        further = [*signature(command).parameters.values()][len(requests) :]
+        options = [option for fields in (*shared, further) for option in fields]
 
         @wraps(command)
         def run(**values: Any) -> None:

@@ -143,13 +143,13 @@ def nearest_leaves(
     cell = torch.searchsorted(ends, block, right=True).clamp(max=len(blocks) - 1)
     # Where the rows of block 0 of a cell would start, if all blocks were full.
     shift = cells.edges[:-1] - BLOCK * (ends - blocks)
-    place = (BLOCK * block + shift[cell])[:, None] + torch.arange(BLOCK, device=device)
-    rows = cells.rows[place.clamp(max=len(keys) - 1)]
+    index = (BLOCK * block + shift[cell])[:, None] + torch.arange(BLOCK, device=device)
+    rows = cells.rows[index.clamp(max=len(keys) - 1)]
     leaf = torch.empty_like(rows)
     length = chunk_length(device, (BLOCK + num_leaves) * keys.shape[1])
     for part in map(slice, range(0, len(rows), length), range(length, len(rows) + length, length)):
-        of_block = keys.index_select(0, rows[part].flatten()).unflatten(0, (-1, BLOCK))
-        gain = torch.baddbmm(bias[cell[part]], of_block, offsets[cell[part]].mT)
+        block_keys = keys.index_select(0, rows[part].flatten()).unflatten(0, (-1, BLOCK))
+        gain = torch.baddbmm(bias[cell[part]], block_keys, offsets[cell[part]].mT)
         # Staying has gain 0 and comes first, and max takes the first of equal gains.
         leaf[part] = F.pad(gain, (1, 0)).max(dim=-1).indices
     cell = cells.number[cells.rows]

@@ -174,11 +174,11 @@ def apply_avq(
     source = resolved_source(source, config_fields, host.default_config(models[0].model))
     if isinstance(source, AVQCodebooks):
         _check_codebooks(pipe, host, source, tolerance)
-    of_models = {
+    states_by_model = {
         hosted: make_states(hosted.host.layers(hosted.model), source, backend, route)
         for hosted in models
     }
-    named = _by_full_name(of_models)
+    named = _by_full_name(states_by_model)
     allocation = None
     if tolerance is not None or profile is not None:
         tolerance = check_tolerance(tolerance)
@@ -193,7 +193,7 @@ def apply_avq(
             f"drop them."
         )
     with all_or_nothing(models):
-        install(of_models)
+        install(states_by_model)
         if allocation is not None:
             specs = {state: allocation.schedule(layer.name) for layer, state in named.items()}
             for hosted in models:
@@ -208,8 +208,8 @@ def _check_options(
 ) -> None:
     """Refuse options that neither `measure_error` nor the call that it measures takes."""
     run = inspect.signature(pipe.__call__ if host.has_prompts else pipe.forward).parameters
-    own = {"pipe", "examples", "config", "progress_name"}
-    measuring = inspect.signature(measure_error).parameters.keys() - own
+    not_options = {"pipe", "examples", "config", "progress_name"}
+    measuring = inspect.signature(measure_error).parameters.keys() - not_options
     known = {*inspect.signature(apply_avq).parameters, *CONFIG_FIELDS, *run, *measuring}
     # A wrapper's signature is opaque, and some models accept any name.
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in run.values())
@@ -504,10 +504,10 @@ def _states_with(
 
 
 def _by_full_name(
-    of_models: Mapping[Hosted, Mapping[Any, LayerState]],
+    states_by_model: Mapping[Hosted, Mapping[Any, LayerState]],
 ) -> dict[LayerSpec, LayerState]:
     return {
         replace(layer, name=hosted.prefix + layer.name): state
-        for hosted, states in of_models.items()
+        for hosted, states in states_by_model.items()
         for layer, state in states.items()
     }

@@ -68,7 +68,7 @@ def parse_attention(name: str, **fields: bool) -> tuple[AVQConfig | None, bool]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Config):
+class ImagesConfig(Config):
     """The images and how they reach the model.
 
     Args:
@@ -130,7 +130,7 @@ class VisionConfig(Config):
     task: Literal["classification", "segmentation"]
     model: str
     attention: str
-    data: DataConfig
+    data: ImagesConfig
     codebooks: LearningConfig
     head_rate: Positive
     trainer: Mapping[str, Annotated[Any, BeforeValidator(_number)]]

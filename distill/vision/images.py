@@ -17,7 +17,7 @@ from torch.utils import data
 from avq_diffusers.images import UNREADABLE, image_files, read_upright, refuse_linked_folders
 from distill.data import DataError
 from distill.data.images import read_column, to_tensor
-from distill.vision.config import DataConfig, VisionConfig
+from distill.vision.config import ImagesConfig, VisionConfig
 
 HUB_SPLITS = {"training": "train", "validation": "validation"}
 IGNORED = 255
@@ -42,7 +42,7 @@ class Prepared(data.Dataset):
     """
 
     def __init__(
-        self, rows: Rows, config: DataConfig, seed: int | None, numbers: Mapping[Any, int]
+        self, rows: Rows, config: ImagesConfig, seed: int | None, numbers: Mapping[Any, int]
     ) -> None:
         self.rows, self.config, self.seed, self.numbers = rows, config, seed, numbers
         self.augment = "none" if seed is None else config.augment
@@ -100,7 +100,7 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
     """The training and the validation images of a run, and the names of the classes, if any.
 
     Raises:
-        ValueError: the data are not as described in `DataConfig`.
+        ValueError: the data are not as described in `ImagesConfig`.
         OSError: there is no such dataset.
     """
     root = Path(config.data.path)
@@ -114,8 +114,8 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
         from datasets import load_dataset
 
         refuse_linked_folders(root)
-        of_folder = ("imagefolder", None, str(root)) if root.is_dir() else (str(root),)
-        found = load_dataset(*of_folder)
+        builder = ("imagefolder", None, str(root)) if root.is_dir() else (str(root),)
+        found = load_dataset(*builder)
         for name in HUB_SPLITS.values():
             if name not in found or not {"image", "label"} <= set(found[name].column_names):
                 raise ValueError(

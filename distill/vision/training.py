@@ -83,7 +83,7 @@ class Learner(nn.Module):
         self.model.gradient_checkpointing_enable(**options)
 
 
-class Steps(TrainerCallback):
+class TrainingSteps(TrainerCallback):
     """What `Trainer` lacks: epochs for random crops, codebook updates, stopping on a NaN loss.
 
     The codebooks are updated from the keys of all micro-batches, once per optimizer step.
@@ -119,7 +119,7 @@ class Steps(TrainerCallback):
 
 
 @dataclass(frozen=True)
-class Run:
+class VisionRun:
     """A model with its attention, ready to be trained or scored.
 
     Attributes:
@@ -163,7 +163,7 @@ class Run:
         self.model.save_pretrained(output / "model")
 
 
-def open_run(config: VisionConfig, output: Path) -> Run:
+def open_run(config: VisionConfig, output: Path) -> VisionRun:
     """Open a run's data and model; codebooks that learn are still NaN.
 
     Args:
@@ -202,10 +202,10 @@ def open_run(config: VisionConfig, output: Path) -> Run:
         data_collator=torch.utils.data.default_collate,
         compute_metrics=metric_of(config.task, model.config.num_labels),
         preprocess_logits_for_metrics=partial(predictions, config.task),
-        callbacks=[Steps(config, layers, training)],
+        callbacks=[TrainingSteps(config, layers, training)],
         optimizers=(make_optimizer(model, args, config.head_rate), None),
     )
-    return Run(config, model, avq, layers, trainer, images.to(args.device))
+    return VisionRun(config, model, avq, layers, trainer, images.to(args.device))
 
 
 def make_optimizer(

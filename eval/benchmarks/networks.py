@@ -101,7 +101,7 @@ class NetworkBench:
     def method(self, name: str, inputs: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
         """Run attention with a method inside the `with` block, which gets facts about its row."""
         if name == AVQ:
-            thresholds, facts = self.of_columns(inputs)
+            thresholds, facts = self.solve_columns(inputs)
             apply_avq(self.network)
             if thresholds:
                 set_threshold(self.network, thresholds)
@@ -185,7 +185,7 @@ class NetworkBench:
             elif name.endswith(MODULATIONS) and not self.model.is_unet:
                 parameter.add_(1)
 
-    def of_columns(self, inputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
+    def solve_columns(self, inputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
         """By layer, its level's threshold, with which the level has the model's columns; and the
         columns that it then has."""
         key = inputs[0].shape
@@ -198,8 +198,8 @@ class NetworkBench:
                 for layer in select_layers(self.network)
                 if layer.avq_state is not None and layer.avq_state.last_call == "AVQ"
             ]
-            of_level = groupby(sorted(served, key=attrgetter("level")), attrgetter("level"))
-            layers = {level: [*found] for level, found in of_level}
+            level_layers = groupby(sorted(served, key=attrgetter("level")), attrgetter("level"))
+            layers = {level: [*found] for level, found in level_layers}
             powers = dict.fromkeys(layers, (-9.0, 1.0))
             for _ in range(BISECTIONS if served else 0):
                 set_threshold(self.network, _thresholds(layers, powers))
@@ -209,7 +209,7 @@ class NetworkBench:
                     is_over = mean(map(_columns, layers[level])) > self.model.columns[level]
                     powers[level] = (middle, high) if is_over else (low, middle)
             found = {level: [*map(_columns, own)] for level, own in layers.items()}
-        columns = mean(x for of_level in found.values() for x in of_level) if found else None
+        columns = mean(x for level in found.values() for x in level) if found else None
         facts = {"columns": columns, "by_level": {x: mean(own) for x, own in found.items()}}
         thresholds = _thresholds(layers, powers)
         self._thresholds[key] = thresholds, facts

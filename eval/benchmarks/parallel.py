@@ -122,7 +122,7 @@ def attention_by(bench: NetworkBench, method: str, inputs: tuple[Tensor, ...]) -
             network.reset_attention_backend()
         return
     with torch.no_grad():
-        thresholds, facts = bench.of_columns(inputs)  # found by one process
+        thresholds, facts = bench.solve_columns(inputs)  # found by one process
     apply_avq(network, route="always")
     try:
         set_threshold(network, thresholds)

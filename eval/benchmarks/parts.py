@@ -22,7 +22,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     """How a part runs its methods.
 
     Attributes:
@@ -55,12 +55,12 @@ class Part:
 
 
 PARTS = {
-    "table": Part(),  # the paper's Tab. speed_scaling
-    "sd15": Part(in_order=True),
-    "joint": Part(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
-    "gradients": Part(in_order=True, has_gradients=True),
+    "table": BenchmarkPart(),  # the paper's Tab. speed_scaling
+    "sd15": BenchmarkPart(in_order=True),
+    "joint": BenchmarkPart(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
+    "gradients": BenchmarkPart(in_order=True, has_gradients=True),
     # The definition would take longer than everything timed.
-    "attention": Part(in_order=True, is_checked=False),
+    "attention": BenchmarkPart(in_order=True, is_checked=False),
 }
 KERNEL_PARTS = "table", "sd15", "joint", "gradients"
 FULL = {

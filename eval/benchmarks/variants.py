@@ -55,7 +55,7 @@ there, or does not start.
 """
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A call whose kernels are compiled, for compute capability `capability` (86 is sm_86)."""
 
     capability: int
@@ -72,7 +72,7 @@ class Case(NamedTuple):
         return self.dtype != torch.float32 or has_wgmma or not is_wide
 
 
-def variant_rows(cases: Iterable[Case]) -> list[Row]:
+def variant_rows(cases: Iterable[KernelCase]) -> list[Row]:
     """What each kernel of the cases costs. A kernel shared by several cases is listed once.
 
     registers: per thread.
@@ -107,8 +107,8 @@ def variants_table(rows: Sequence[Row]) -> str:
     cells = []
     for name in names:
         found = [row for row in rows if (row["kernel"], row["method"], row["sinks"]) == name]
-        of_each = ([x for x in found if x["capability"] == each] for each in capabilities)
-        cells.append([*map(str, name), *map(_worst, of_each)])
+        by_capability = ([x for x in found if x["capability"] == each] for each in capabilities)
+        cells.append([*map(str, name), *map(_worst, by_capability)])
     header = ["kernel", "call", "sinks", *(f"sm_{each}" for each in capabilities)]
     missed = [row for row in rows if not is_within(row)]
     columns = {
@@ -151,7 +151,7 @@ def _worst(rows: Sequence[Row]) -> str:
     return f"{registers}, {spilled:.1%}, {shared / 1024:.0f}"
 
 
-def launches(case: Case) -> list[Launch]:
+def launches(case: KernelCase) -> list[Launch]:
     """All launches of a call: the forward pass and, if served, gradients."""
     config, is_own = parse_codewords(case.method)
     device, order = torch.device("cpu"), torch.int64
@@ -237,7 +237,7 @@ def _kind_of(value: Pointer | float | None) -> str:
 def _leaves(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
     """All types in nested tuples, with their paths."""
     if isinstance(value, tuple):
-        for place, item in enumerate(value):
-            yield from _leaves(item, (*path, place))
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
     else:
         yield path, value

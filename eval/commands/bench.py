@@ -100,13 +100,13 @@ def bench_variants_command(
     """
     import torch
 
-    from eval.benchmarks.variants import MOST_SHARED, Case, variant_rows, variants_page
+    from eval.benchmarks.variants import MOST_SHARED, KernelCase, variant_rows, variants_page
     from eval.store.report import save_json
 
     targets = map(int, some_of("--capabilities", capabilities, [*map(str, MOST_SHARED)]))
     dims, numbers = numbers_of("--head-dims", head_dims), numbers_of("--sinks", sinks)
     cases = product(targets, [getattr(torch, dtype)], dims, methods.split(","), numbers)
-    rows = variant_rows([Case(*case) for case in cases])
+    rows = variant_rows([KernelCase(*case) for case in cases])
     path = output / f"bench_variants_{dtype}.json"
     save_json(path, device="cpu", rows=rows)
     page = variants_page([read_result(x) for x in sorted(output.glob("bench_variants_*"))])

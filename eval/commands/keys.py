@@ -81,12 +81,12 @@ def keys_command(
     from eval.store.plots import panel_plot
 
     names = (methods or METHODS).split(",")
-    of_names = {name: key_method(name) for name in names}
+    methods_by_name = {name: key_method(name) for name in names}
     sides = None if sizes is None else sides_of(sizes)
     place = device_of(device)
     loaded = load(model, download, place, dtype)
     if methods is None and not takes_stored(loaded):
-        names = [name for name in names if not isinstance(of_names[name], Stored)]
+        names = [name for name in names if not isinstance(methods_by_name[name], Stored)]
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):

@@ -141,7 +141,7 @@ def scenes_command(
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer as SceneScorer
     from eval.quality.scene_rows import finished_rows, scenes_table
-    from eval.quality.scenes import Trial, score_methods
+    from eval.quality.scenes import SceneTrial, score_methods
 
     numbers, place = numbers_of("--levels", levels), device_of(device)
     dtype, batch = usual_dtype(place), batch or (64 if place.type == "cuda" else 4)
@@ -149,7 +149,7 @@ def scenes_command(
     own_size = network_of(pipe).config.sample_size * pipe.vae_scale_factor
     size = size or own_size
     drawn = held_out_scenes(2 * images)
-    trial = Trial(
+    trial = SceneTrial(
         methods=methods.split(","),
         scenes=drawn[:images],
         reference_scenes=drawn[images:],

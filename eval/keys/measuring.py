@@ -110,15 +110,15 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
 
     def observe(layer: str, call: Tensors) -> Tensor:
         exact, num_tokens = exactly(call), call.key.shape[2]
-        of_layer = found.setdefault(num_tokens, {}).setdefault(layer, {})
+        layer_found = found.setdefault(num_tokens, {}).setdefault(layer, {})
         for name, attention in attentions.items():
             attended = attention(layer, call)()
             if attended.shown is None:
                 columns = methods[name].columns(num_tokens)
             else:
                 columns = mean_columns(attended.shown)
-            of_call = _Found(relative_error(attended.output, exact), columns)
-            of_layer.setdefault(name, []).append(of_call)
+            call_found = _Found(relative_error(attended.output, exact), columns)
+            layer_found.setdefault(name, []).append(call_found)
         if call.query.is_cuda:  # to be timed
             first_calls.setdefault(num_tokens, {}).setdefault(layer, call)
         return exact
@@ -143,7 +143,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
             with run_by(answer):
                 pairs = zip(subject.tests, outputs, strict=True)
                 off = mean(relative_error(test(), output) for test, output in pairs)
-            of_layers = {
+            layer_errors = {
                 layer: mean(call.error for call in calls[name]) for layer, calls in layers.items()
             }
             columns = [call.columns for calls in layers.values() for call in calls[name]]
@@ -154,11 +154,11 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
                     "size": subject.size,
                     "tokens": num_tokens,
                     "columns": None if None in columns else mean(columns),
-                    "error": mean(of_layers.values()),
-                    "worst": max(of_layers.values()),
+                    "error": mean(layer_errors.values()),
+                    "worst": max(layer_errors.values()),
                     "features_off": off,
                     **timing,
-                    "layers": of_layers,
+                    "layers": layer_errors,
                 }
             )
     return rows
@@ -183,9 +183,9 @@ def dial_panels(rows: Sequence[Row]) -> list[list[Panel]]:
     attention's time.
     """
     panels = []
-    for of_size in by_tokens([row for row in rows if "ms" in row]):
-        exact = next((row["ms"] for row in of_size if row["scheme"] == EXACT), 0)
-        rivals = [row for row in of_size if row["ms"] < exact and row["scheme"] != NO_ATTENTION]
+    for same_size in by_tokens([row for row in rows if "ms" in row]):
+        exact = next((row["ms"] for row in same_size if row["scheme"] == EXACT), 0)
+        rivals = [row for row in same_size if row["ms"] < exact and row["scheme"] != NO_ATTENTION]
         shown: list[Row] = []
         least = torch.inf
         for row in sorted(rivals, key=itemgetter("ms")):

@@ -27,7 +27,7 @@ FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/o
 
 
 @dataclass(frozen=True)
-class Codewords(AttentionMethod):
+class AVQMethod(AttentionMethod):
     """What runs AVQ.
 
     Attributes:
@@ -57,8 +57,8 @@ class Codewords(AttentionMethod):
             config, own = books.avq_config, books.config["own_codewords"]
             values = {name: getattr(config, name) for name in COMPUTATION}
             unusual = {x: value for x, value in values.items() if value != getattr(USUAL, x)}
-        labels = dict.fromkeys(config_label(of_layer, own=own) for of_layer in configs)
-        effective = [of_layer.columns for of_layer in configs]
+        labels = dict.fromkeys(config_label(each, own=own) for each in configs)
+        effective = [each.columns for each in configs]
         return {
             **super().facts(),
             "config": ", ".join([*labels, *exact_labels(config)]),
@@ -67,7 +67,7 @@ class Codewords(AttentionMethod):
         }
 
 
-class Configuration(Codewords):
+class Configuration(AVQMethod):
     """A configuration; its subclasses are the ways to get codewords."""
 
     @classmethod

@@ -51,7 +51,7 @@ class ValueProjection(Word):
         return lambda: values[:, :, : call.query.shape[2]]
 
 
-class Limit(Word):
+class SpeedLimit(Word):
     """The fastest possible attention: projections run, each token takes its own value."""
 
     kind = example = "limit"

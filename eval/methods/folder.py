@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from avq_diffusers import AVQCodebooks, select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
-from eval.methods.avq import Codewords
+from eval.methods.avq import AVQMethod
 from eval.methods.base import UNET_IMAGES, UNET_STEP, AttentionMethod, Word
 from eval.methods.running import layers_run_by
 from eval.store.report import folder_digest
@@ -21,7 +21,7 @@ LINFUSION_CONFIG = "LinFusion"  # the `config` of its rows
 FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 
 
-class Folder(Codewords):
+class Folder(AVQMethod):
     """Codebooks, or own codewords with trained projections; `TrainedLinFusion` once it is read."""
 
     kind, example = "folder", "runs/m64/codebooks"

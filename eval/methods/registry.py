@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.methods.avq import LEVELS, Configuration, Own, Stored, source_of
 from eval.methods.base import AttentionMethod, Word
-from eval.methods.exact import Exact, Limit, ValueProjection
+from eval.methods.exact import Exact, SpeedLimit, ValueProjection
 from eval.methods.folder import Folder, LinFusion
 from eval.methods.peer import Peer
 from eval.methods.pisa import Pisa
@@ -19,9 +19,9 @@ from eval.methods.sol import Sol
 from eval.methods.tome import ToMe
 from eval.store.markdown import figure
 
-WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, Limit, LinFusion, Pisa, Sol)
+WORDS: tuple[type[Word], ...] = (Exact, ValueProjection, ToMe, SpeedLimit, LinFusion, Pisa, Sol)
 EXACT, NO_ATTENTION, TOME = Exact.kind, ValueProjection.kind, ToMe.kind
-LIMIT, LINFUSION = Limit.kind, LinFusion.kind
+LIMIT, LINFUSION = SpeedLimit.kind, LinFusion.kind
 AVQ = "avq"  # `apply_avq(pipe)`, in `bench steps`
 PEERS = tuple(word.kind for word in WORDS if issubclass(word, Peer))
 PATH_SIGNS = "/\\"  # no configuration contains one

@@ -306,13 +306,15 @@ def vision(folder: Path) -> Figures:
     file = File(features, ["method", "size"], "features_off")
     sides = sorted({side for _, side in file.rows})
 
-    def of_side(side: int, name: str, form: str) -> Column:
+    def side_column(side: int, name: str, form: str) -> Column:
         return lambda row: number(file.rows[row["method"], side].get(name), form)
 
     columns: dict[str, Column] = {"attention": label_of}
-    columns |= {f"ms, {side}²": of_side(side, "ms", ".2f") for side in sides}
-    columns[f"columns, {sides[-1]}²"] = of_side(sides[-1], "columns", ".0f")
-    columns |= {f"feature error, {side}²": of_side(side, "features_off", ".3f") for side in sides}
+    columns |= {f"ms, {side}²": side_column(side, "ms", ".2f") for side in sides}
+    columns[f"columns, {sides[-1]}²"] = side_column(sides[-1], "columns", ".0f")
+    columns |= {
+        f"feature error, {side}²": side_column(side, "features_off", ".3f") for side in sides
+    }
     first, *_, last = sides
     methods = [EXACT, FINE, DEFAULT, COARSE, PAPER, FLAT, NO_ATTENTION]
     methods = [method for method in methods if (method, first) in file.rows]
@@ -322,19 +324,19 @@ def vision(folder: Path) -> Figures:
         "images": file.document["num_images"],
         "first": first,
         "last": last,
-        "first_gain": of_side(first, "speedup", ".2f")({"method": DEFAULT}),
-        "last_gain": of_side(last, "speedup", ".2f")({"method": DEFAULT}),
-        "last_off": of_side(last, "features_off", ".3f")({"method": DEFAULT}),
-        "last_off_paper": of_side(last, "features_off", ".3f")({"method": PAPER}),
+        "first_gain": side_column(first, "speedup", ".2f")({"method": DEFAULT}),
+        "last_gain": side_column(last, "speedup", ".2f")({"method": DEFAULT}),
+        "last_off": side_column(last, "features_off", ".3f")({"method": DEFAULT}),
+        "last_off_paper": side_column(last, "features_off", ".3f")({"method": PAPER}),
     }
     panels = []
     for side in sides:
-        of_size = [
+        size_rows = [
             row | {"attention": row["scheme"].replace(OWN_SCHEME, "")}
             for row in file.rows.values()
             if row["size"] == side and row.get("ms") and row["method"] != EXACT
         ]
-        curves = lines(of_size, "attention", "ms", "features_off")
+        curves = lines(size_rows, "attention", "ms", "features_off")
         exact_ms = file.rows[EXACT, side]["ms"]
         title, time = f"error of the features, {side}²", "ms of a forward pass; dashed: exact"
         panels.append(Panel(title, time, curves, **LOGS, reference_x=exact_ms))
@@ -358,16 +360,16 @@ def hardware(folder: Path) -> Figures:
         "times as fast": figure("gain", ".1f"),
     }
     sentences = []
-    for device, of_device in groupby(timed, itemgetter("device")):
-        rows = list(of_device)
+    for device, device_rows in groupby(timed, itemgetter("device")):
+        rows = list(device_rows)
         most = max(rows, key=itemgetter("gain"))
         gain = f"{most['gain']:.0f} times as fast at {most['tokens']}"
         least = min((row["tokens"] for row in rows if row["gain"] > 1), default=None)
         pays = f"faster from {least} tokens on, {gain}" if least else "slower at all lengths"
         sentences.append(f"- {device}: AVQ is {pays}.")
     lines = []
-    for name, of_name in groupby(timed, itemgetter("device", "dtype", "head_dim")):
-        x, y = zip(*[(row["tokens"], row["gain"]) for row in of_name], strict=True)
+    for name, curve_rows in groupby(timed, itemgetter("device", "dtype", "head_dim")):
+        x, y = zip(*[(row["tokens"], row["gain"]) for row in curve_rows], strict=True)
         lines.append(Line("{}, {}, head dim {}".format(*name), x, y))
     panel = Panel("times as fast as exact attention", "tokens", lines, **LOGS, reference=1)
     values = {

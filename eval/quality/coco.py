@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import TEMPORARY, atomic_write, locked, write_text
-from eval.methods.avq import Codewords
+from eval.methods.avq import AVQMethod
 from eval.methods.base import AttentionMethod
 from eval.methods.prepared import attention_method, load_methods
 from eval.methods.registry import parse_method
@@ -190,7 +190,7 @@ class Row:
             )
             write_text(self.folder / CAPTIONS, "\n".join(self.captions.texts) + "\n")
             (self.folder / IMAGES).mkdir(exist_ok=True)
-        if isinstance(method, Codewords) and method.codebooks is not None:
+        if isinstance(method, AVQMethod) and method.codebooks is not None:
             method.codebooks.save_pretrained(self.folder / CODEBOOKS)
 
 

@@ -99,7 +99,7 @@ class Networks:
 
 
 @dataclass(frozen=True)
-class Folder:
+class ImageFolder:
     """A folder of images to score.
 
     Attributes:
@@ -147,7 +147,7 @@ def load_networks(
     return Networks(features, clip, name, device, batch_size, threads)
 
 
-def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[Folder]:
+def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[ImageFolder]:
     """Read folders from `Row.generate` for one table; `num_images` takes only the first images.
 
     Raises:
@@ -186,7 +186,7 @@ def real_images(folder: Path) -> list[Path]:
 
 
 def score_folders(
-    folders: Sequence[Folder],
+    folders: Sequence[ImageFolder],
     real: Path,
     load: Callable[[], Networks],
     *,
@@ -306,7 +306,7 @@ def _read(path: Path, prepare: Prepare) -> dict[str, Tensor]:
         raise ValueError(f"the image {path} cannot be used: {error}.") from error
 
 
-def _read_folder(path: Path, num_images: int | None) -> Folder:
+def _read_folder(path: Path, num_images: int | None) -> ImageFolder:
     manifest = read_manifest(path)
     made = manifest["config"]["num_images"]
     file = path / CAPTIONS
@@ -325,7 +325,7 @@ def _read_folder(path: Path, num_images: int | None) -> Folder:
             f"the number of images to score must be between 2 and the {made} of {path}, but "
             f"got {num_images}."
         )
-    folder = Folder(path, manifest, captions[:num_images])
+    folder = ImageFolder(path, manifest, captions[:num_images])
     found = {image.name for image in image_files(path / IMAGES)}
     if len(found) > made:
         raise ValueError(f"{path / IMAGES} has {len(found)} files for {made} captions.")

@@ -18,7 +18,7 @@ TURNS = 7
 WHOLE = (1000,)  # one part: the denoising begins at this timestep
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of the UNet or transformer of an exact run.
 
     Attributes:
@@ -43,20 +43,20 @@ def recorded_calls(
     batch_size: int,
     starts: Iterable[int] = WHOLE,
     **arguments: Any,
-) -> list[Call]:
+) -> list[RecordedCall]:
     """Record the calls of exact runs; prompt i has noise from seed `first_seed + i`.
 
     `starts` are the timesteps at which parts of the denoising begin, as in a profile; by default
     there is one part.
     """
     parts = {start: start for start in starts}
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     batch = range(0)
 
     def record(network: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         timestep = float((args[1] if len(args) > 1 else kwargs["timestep"]).flatten()[0])
         part = at_timestep(parts, timestep)
-        calls.append(Call(batch, part, args, kwargs, output[0].clone()))
+        calls.append(RecordedCall(batch, part, args, kwargs, output[0].clone()))
 
     handle = network_of(pipe).register_forward_hook(record, with_kwargs=True)
     try:
@@ -71,7 +71,7 @@ def recorded_calls(
 
 
 @torch.no_grad()
-def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[Call]) -> list[float]:
+def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[RecordedCall]) -> list[float]:
     """Each prompt's output error, |model - exact| / |exact|.
 
     That of a part of the denoising is the root mean square over its calls; the largest counts.
@@ -91,13 +91,13 @@ def repeated_errors(pipe: DiffusionPipeline, calls: Sequence[Call]) -> list[floa
     return [errors[prompt] for prompt in sorted(errors)]
 
 
-class Steps:
+class CapturedSteps:
     """Steps captured in CUDA graphs, to be timed in turns.
 
     A step that changes during denoising is captured at each of the calls.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, calls: Sequence[Call]) -> None:
+    def __init__(self, pipe: DiffusionPipeline, calls: Sequence[RecordedCall]) -> None:
         self.network, self.calls = network_of(pipe), calls
         self.replays: list[list[Callable[[], None]]] = []
         self.alive: list[Any] = []

@@ -29,7 +29,7 @@ from eval.quality.scene_rows import BROKEN, LIKENESS, REAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class SceneTrial:
     """What to generate, and what to compare it with.
 
     Attributes:
@@ -64,7 +64,7 @@ class Trial:
 
 def score_methods(
     pipe: StableDiffusionPipeline,
-    trial: Trial,
+    trial: SceneTrial,
     scorer: Scorer,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Iterator[Mapping[str, Any]]:

@@ -39,7 +39,7 @@ from eval.methods.registry import EXACT, parse_method
 from eval.methods.running import avq_in, network_of
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr, psnr_metrics
-from eval.quality.repeats import Steps, recorded_calls, repeated_errors
+from eval.quality.repeats import CapturedSteps, recorded_calls, repeated_errors
 from eval.store.markdown import Column, figure, number, rows_table
 from eval.store.plots import Panel, lines
 
@@ -78,7 +78,7 @@ def measure_tolerances(
     # Noise that the probes did not use.
     seeds = range(len(probed), len(probed) + len(prompts))
     calls = recorded_calls(pipe, prompts, seeds[0], settings.batch_size, profile.parts, **arguments)
-    steps = Steps(pipe, calls[:PROBED_STEPS]) if calls[0].output.is_cuda else None
+    steps = CapturedSteps(pipe, calls[:PROBED_STEPS]) if calls[0].output.is_cuda else None
     draws = {
         number: partial(generate, settings=replace(settings, num_inference_steps=number))
         for number in num_steps
@@ -126,9 +126,9 @@ def measure_vision_tolerances(
     choices = [plan.choices for plan in plans.values()]
     errors = output_errors(model, pixels[:num_images], choices, profile.config, **images[0])
     rows = []
-    for (name, plan), of_plan in zip(plans.items(), errors, strict=True):
+    for (name, plan), plan_errors in zip(plans.items(), errors, strict=True):
         columns = [one.columns for layer in plan.choices.values() for one in layer.values()]
-        largest = [max(parts.values()) for parts in of_plan]
+        largest = [max(parts.values()) for parts in plan_errors]
         rows.append(plan_row(name, plan, largest) | {"columns": mean(columns)})
     return profile, rows
 

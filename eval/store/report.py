@@ -26,8 +26,8 @@ def command_line() -> str:
     """The command line, without the option for the results' folder."""
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--output=")]
     if "--output" in arguments:
-        place = arguments.index("--output")
-        del arguments[place : place + 2]
+        index = arguments.index("--output")
+        del arguments[index : index + 2]
     return f"{PROGRAM} {shlex.join(arguments)}"
 
 

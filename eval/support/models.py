@@ -127,11 +127,11 @@ def models_table(found: dict[str, Any]) -> str:
         name for name, models in pipelines.items() if (SERVED - NOT_SERVED.keys()) & {*models}
     ]
     rows = []
-    for name, of_model in found["models"].items():
+    for name, pipeline_names in found["models"].items():
         state = f"yes; {BUT_FOR[name]}" if name in BUT_FOR else "yes"
         if name in NOT_SERVED:
             state = f"no: {NOT_SERVED[name]}"
-        short = ", ".join(pipe.removesuffix("Pipeline") for pipe in of_model)
+        short = ", ".join(pipe.removesuffix("Pipeline") for pipe in pipeline_names)
         rows.append([name, state, short or "-"])
     not_served = ", ".join(name for name in pipelines if name not in served)
     share = f"{len(served) / len(pipelines):.0%}"

@@ -117,8 +117,8 @@ def _running(subject: Subject, method: AttentionMethod) -> AbstractContextManage
 def times(run: Callable[[], Any], exact: Callable[[], Any], device: torch.device) -> Row:
     """The time of a forward pass, measured in turns with exact attention's."""
     runs = [lambda index, one=one: one() for one in (run, exact)]
-    timing, of_exact = time_in_turns(runs, 1, device, Effort())
-    return {**timing, "speedup": of_exact["ms"] / timing["ms"]}
+    timing, exact_timing = time_in_turns(runs, 1, device, Effort())
+    return {**timing, "speedup": exact_timing["ms"] / timing["ms"]}
 
 
 def family_of(method: AttentionMethod) -> str | None:

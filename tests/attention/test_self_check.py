@@ -49,7 +49,7 @@ def spoil(monkeypatch, kernel: str, find, change) -> None:
     def spoiled(self, addresses, stream):
         launch_it(self, addresses, stream)
         if self.kernel.__name__ == kernel:
-            change(addresses[find(self.arguments).place])
+            change(addresses[find(self.arguments).index])
 
     monkeypatch.setattr(launch.Launch, "__call__", spoiled)
 

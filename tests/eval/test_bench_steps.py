@@ -128,7 +128,7 @@ def test_layers_have_the_columns_of_trained_models(bench_of, name, monkeypatch):
     monkeypatch.setattr(networks, "BISECTIONS", 10)
     inputs = bench_of(name).inputs(512 if name == "flux" else 192)
     with torch.no_grad():
-        _, facts = bench_of(name).of_columns(inputs)
+        _, facts = bench_of(name).solve_columns(inputs)
     expected = MODELS[name].columns
     level = 0
     most = 1024 + 512  # tokens of the image, and of the text

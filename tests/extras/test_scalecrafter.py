@@ -214,7 +214,7 @@ class TestTimesteps:
         timesteps = Timesteps(UNet2DConditionModel, TIMESTEP)
 
         def read(timestep):
-            return timesteps.of_call((None, timestep), {})
+            return timesteps.read((None, timestep), {})
 
         assert read(981) == read(torch.tensor(981)) == read(torch.tensor([981])) == 981
         assert read(torch.tensor([981.0]).expand(4)) == 981

@@ -196,11 +196,11 @@ def test_timestep(kind):
     if kind.timestep:
         values = [1000, 400, 127, 0]
         told = [kind.timestep(value) for value in values]
-        assert [timesteps.of_call((), arguments) for arguments in told] == values
+        assert [timesteps.read((), arguments) for arguments in told] == values
         (name,) = told[0]
         table = torch.cat([arguments[name][:1] for arguments in told])  # as pipelines have it
         views = [{name: entry.expand(2)} for entry in table]
-        assert [timesteps.of_call((), arguments) for arguments in views] == values
+        assert [timesteps.read((), arguments) for arguments in views] == values
 
 
 @for_kinds([kind for kind in KINDS if kind.padding])

@@ -116,7 +116,7 @@ class TestPipelines:
         pipe, read = make(), []
         timesteps = find_model(pipe.transformer).timesteps
         with pipe.transformer.register_forward_pre_hook(
-            lambda _, args, kwargs: read.append(timesteps.of_call(args, kwargs)), with_kwargs=True
+            lambda _, args, kwargs: read.append(timesteps.read(args, kwargs)), with_kwargs=True
         ):
             draw(pipe, num_inference_steps=5)
         assert len(set(read)) == 5

@@ -63,9 +63,9 @@ class Sums(NamedTuple):
     Without mean keys, the sums of keys and squares are zero.
     """
 
-    of_values: tl.tensor
-    of_keys: tl.tensor
-    of_squares: tl.tensor
+    value_sums: tl.tensor
+    key_sums: tl.tensor
+    square_sums: tl.tensor
     counts: tl.tensor
 
 
@@ -92,8 +92,8 @@ def _load_codes(head, parent, cell, SIZES, CELLS):
         keys = keys_of_cell(rank, is_code, cell)
         codes = load_keys(head, keys, is_code & (leaves > 0), SIZES)
         parents = parent + tl.zeros_like(leaves)
-        own = own_parents(head, parents, is_code & (leaves == 0), SIZES)
-        codes = tl.where((leaves == 0)[:, None], own, codes)
+        parent_codes = own_parents(head, parents, is_code & (leaves == 0), SIZES)
+        codes = tl.where((leaves == 0)[:, None], parent_codes, codes)
         bias = bias_of(codes, is_code)
     return codes, bias
 
@@ -135,8 +135,8 @@ def _sum_leaves(head, at, codes, bias, cell, part, SIZES, CELLS, KEYS):
         if SIZES.MEANS:
             key_sums += product(chosen, key)
             square = tl.load(at.square + keys, mask=is_key, other=0.0)
-        of_key = tl.where(column == 0, 1.0, tl.where(column == 1, square[:, None], 0.0))
-        numbers = product(one_hot, of_key, numbers)
+        key_numbers = tl.where(column == 0, 1.0, tl.where(column == 1, square[:, None], 0.0))
+        numbers = product(one_hot, key_numbers, numbers)
         if CELLS.LEAVES:
             leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
             tl.store(at.leaf + cell.first + rank, leaf, mask=is_key)
@@ -163,31 +163,31 @@ def _piece_at(pieces, piece, SIZES, CELLS):
 def _store_piece(pieces, piece, sums, SIZES, CELLS):
     """Store the sums over a piece."""
     at = _piece_at(pieces, piece, SIZES, CELLS)
-    tl.store(at.of_values, sums.of_values)
+    tl.store(at.value_sums, sums.value_sums)
     tl.store(at.counts, sums.counts)
     if SIZES.MEANS:
-        tl.store(at.of_keys, sums.of_keys)
-        tl.store(at.of_squares, sums.of_squares)
+        tl.store(at.key_sums, sums.key_sums)
+        tl.store(at.square_sums, sums.square_sums)
 
 
 @triton.jit
 def _add_pieces(pieces, sums, parent, first_extra, num_parts, SIZES, CELLS):
     """The sums over all pieces of a parent, in order."""
     at = _piece_at(pieces, parent, SIZES, CELLS)
-    values = tl.load(at.of_values)
+    values = tl.load(at.value_sums)
     counts = tl.load(at.counts)
-    keys = sums.of_keys
-    squares = sums.of_squares
+    keys = sums.key_sums
+    squares = sums.square_sums
     if SIZES.MEANS:
-        keys = tl.load(at.of_keys)
-        squares = tl.load(at.of_squares)
+        keys = tl.load(at.key_sums)
+        squares = tl.load(at.square_sums)
     for other in tl.range(first_extra, first_extra + num_parts - 1):
         at = _piece_at(pieces, other, SIZES, CELLS)
-        values += tl.load(at.of_values)
+        values += tl.load(at.value_sums)
         counts += tl.load(at.counts)
         if SIZES.MEANS:
-            keys += tl.load(at.of_keys)
-            squares += tl.load(at.of_squares)
+            keys += tl.load(at.key_sums)
+            squares += tl.load(at.square_sums)
     return Sums(values, keys, squares, counts)
 
 
@@ -236,7 +236,7 @@ def _store_rows(head, at, sums, parent, first, SIZES, CELLS):
     one = tl.zeros([1], tl.int32)
     rows, is_row = leaf_rows(parent, CELLS)
     if SIZES.MEANS:
-        keys, squares = sums.of_keys, sums.of_squares
+        keys, squares = sums.key_sums, sums.square_sums
         spread = _store_mean_keys(head, at, rows, keys, squares, counts, is_row, SIZES, CELLS)
         tl.store(tables.spread + rows, spread, mask=is_row)
         # (1, DP)
@@ -251,14 +251,14 @@ def _store_rows(head, at, sums, parent, first, SIZES, CELLS):
         further = tl.sum((counts > 0).to(tl.float32), axis=0) - 1.0
         tl.store(tables.inside + 2 * parent + 1, further)
 
-    means = sums.of_values * (1.0 / tl.maximum(counts, 1))[:, None]
+    means = sums.value_sums * (1.0 / tl.maximum(counts, 1))[:, None]
     _store_values(tables, rows, means, is_row, SIZES)
     tl.store(tables.counts + rows, counts, mask=is_row)
     if CELLS.LEAVES:
         starts = first + tl.cumsum(counts, axis=0) - counts
         tl.store(at.row_start + rows, starts, mask=is_row)
     tl.store(tables.log_counts + rows, _log2(counts), mask=is_row)
-    means = tl.sum(sums.of_values, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
+    means = tl.sum(sums.value_sums, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
     _store_values(tables, one + parent, means, one == 0, SIZES)
     tl.store(tables.counts + parent, count)
     tl.store(tables.log_counts + parent, _log2(count))

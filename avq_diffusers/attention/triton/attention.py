@@ -109,30 +109,30 @@ def _leaves_at(columns, first, num_leaves, SIZES, LEAVES):
     """Where the keys of LEAVES of a tile's leaves are, whose keys it shows one by one.
 
     Returns:
-        start: place of the first key in the order of leaves.
+        start: index of the first key in the order of leaves.
         num_keys: number of keys.
         stops: (LEAVES) number of keys up to and with each leaf.
         gaps: (LEAVES) places between its last key and the first of the next leaf.
     """
     leaf = first + tl.arange(0, LEAVES)
     valid = leaf < num_leaves
-    place = SIZES.MOST - 1 - leaf
-    starts = tl.load(columns.row + place, mask=valid, other=0)
-    next_starts = tl.load(columns.row + place - 1, mask=leaf + 1 < num_leaves, other=0)
-    counts = tl.load(columns.bias + place, mask=valid, other=0.0).to(tl.int32)
+    index = SIZES.MOST - 1 - leaf
+    starts = tl.load(columns.row + index, mask=valid, other=0)
+    next_starts = tl.load(columns.row + index - 1, mask=leaf + 1 < num_leaves, other=0)
+    counts = tl.load(columns.bias + index, mask=valid, other=0.0).to(tl.int32)
     start = tl.sum(tl.where(leaf == first, starts, 0), axis=0)
     return start, tl.sum(counts, axis=0), tl.cumsum(counts, axis=0), next_starts - starts - counts
 
 
 @triton.jit
-def _place_after_gaps(rank, start, stops, gaps):
+def _index_after_gaps(rank, start, stops, gaps):
     """Places in the order of leaves of some keys, by their rank from `start` on."""
     is_passed = stops[None, :] <= rank[:, None]
     return start + rank + tl.sum(tl.where(is_passed, gaps[None, :], 0), axis=1)
 
 
 @triton.jit
-def _add_keys(queries, of_centre, keys, order_ptr, seen, sums, ADD, SIZES, BLOCKS):
+def _add_keys(queries, centre_bias, keys, order_ptr, seen, sums, ADD, SIZES, BLOCKS):
     """Add the keys of the leaves that a tile shows key by key to sums."""
     num_leaves = tl.load(seen.columns.num_leaves)
     for first in tl.range(0, num_leaves, BLOCKS.LEAVES):
@@ -142,19 +142,19 @@ def _add_keys(queries, of_centre, keys, order_ptr, seen, sums, ADD, SIZES, BLOCK
         for first_rank in tl.range(0, num_keys, BLOCKS.K):
             rank = first_rank + tl.arange(0, BLOCKS.K)
             valid = rank < num_keys
-            place = _place_after_gaps(rank, start, stops, gaps)
-            token = tl.load(order_ptr + place, mask=valid, other=0)
-            sums = ADD(queries, of_centre, keys, token, valid, sums, SIZES)
+            index = _index_after_gaps(rank, start, stops, gaps)
+            token = tl.load(order_ptr + index, mask=valid, other=0)
+            sums = ADD(queries, centre_bias, keys, token, valid, sums, SIZES)
     return sums
 
 
 @triton.jit
-def _add_sinks(queries, of_centre, sinks, sums, ADD, SIZES, BLOCKS):
+def _add_sinks(queries, centre_bias, sinks, sums, ADD, SIZES, BLOCKS):
     """Add all sinks to sums."""
     for first in tl.range(0, sinks.number, BLOCKS.K):
         token = first + tl.arange(0, BLOCKS.K)
         valid = token < sinks.number
-        sums = ADD(queries, of_centre, sinks, token, valid, sums, SIZES)
+        sums = ADD(queries, centre_bias, sinks, token, valid, sums, SIZES)
     return sums
 
 
@@ -166,7 +166,7 @@ def seen_by_tile(tile, tables, tokens, leaves, columns, key_layout, sink_layout,
 
 
 @triton.jit
-def add_columns(queries, of_centre, sums, tile, seen, ADD_CODEWORDS, ADD_TOKENS, SIZES, BLOCKS):
+def add_columns(queries, centre_bias, sums, tile, seen, ADD_CODEWORDS, ADD_TOKENS, SIZES, BLOCKS):
     """Add the columns of a tile to sums, by functions that take the queries first."""
     tokens = seen.tokens
     sums = _add_codewords(queries, seen, sums, ADD_CODEWORDS, SIZES, BLOCKS)
@@ -174,24 +174,26 @@ def add_columns(queries, of_centre, sums, tile, seen, ADD_CODEWORDS, ADD_TOKENS,
         layout = seen.key_layout
         keys = tokens_of_head(tokens.key, tokens.value, layout, tile.batch, tile.head, SIZES)
         order_ptr = seen.leaves.leaf_order + tile.batch_head * layout.number
-        sums = _add_keys(queries, of_centre, keys, order_ptr, seen, sums, ADD_TOKENS, SIZES, BLOCKS)
+        sums = _add_keys(
+            queries, centre_bias, keys, order_ptr, seen, sums, ADD_TOKENS, SIZES, BLOCKS
+        )
     if SIZES.SINKS:
         sinks = tokens_of_head(
             tokens.sink_key, tokens.sink_value, seen.sink_layout, tile.batch, tile.head, SIZES
         )
-        sums = _add_sinks(queries, of_centre, sinks, sums, ADD_TOKENS, SIZES, BLOCKS)
+        sums = _add_sinks(queries, centre_bias, sinks, sums, ADD_TOKENS, SIZES, BLOCKS)
     return sums
 
 
 @triton.jit
 def attend_tile(query, tile, seen, SIZES, BLOCKS):
     """The softmax of a tile over its columns."""
-    of_centre = ()
+    centre_bias = ()
     if SIZES.REFINES == "threshold" or SIZES.SINKS:
-        of_centre = centre_logits(query, centre_of_head(seen.tokens, tile, SIZES), SIZES)
+        centre_bias = centre_logits(query, centre_of_head(seen.tokens, tile, SIZES), SIZES)
     softmax = empty_softmax(BLOCKS.N, SIZES)
     return add_columns(
-        query, of_centre, softmax, tile, seen, attend_codewords, attend_tokens, SIZES, BLOCKS
+        query, centre_bias, softmax, tile, seen, attend_codewords, attend_tokens, SIZES, BLOCKS
     )
 
 
@@ -275,7 +277,7 @@ def attend_kernel(
         store_dims(rows, BLOCK_D, tile, rest, HEAD_DIM)
 
 
-class Tiles(NamedTuple):
+class TileLaunch(NamedTuple):
     """What kernels that run on query tiles have in common, and the launch that selects."""
 
     select: Launch
@@ -309,8 +311,8 @@ def query_tiles(
     tiling: AttentionTiling,
     *,
     levels: bool = False,
-) -> Tiles:
-    """The `Tiles` of a call, which add to its memory; with `levels`, for a backward pass."""
+) -> TileLaunch:
+    """The `TileLaunch` of a call, which add to its memory; with `levels`, for a backward pass."""
     batch, heads, _, _ = problem.query.shape
     query_strides = problem.query.divided(1)
     keys = (problem.key, problem.value) if problem.shows_keys or levels else ()
@@ -350,7 +352,7 @@ def query_tiles(
     )
     select = _select_launch(problem, precompute, arguments, levels=levels)
     grid = heads * problem.num_tiles, batch, 1
-    return Tiles(select, grid, arguments | {"BLOCKS": attend}, sizes)
+    return TileLaunch(select, grid, arguments | {"BLOCKS": attend}, sizes)
 
 
 # Above every gain of a further column that is finite.

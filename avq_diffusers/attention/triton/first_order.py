@@ -70,15 +70,15 @@ def sum_covariance(head, value_ptr, value_stride, covariance_ptr, summed, index,
 def inverse_variance(tables, SIZES):
     """1 / sum_j s_leaf(j) of a head; 0 without a first-order term."""
     inside = tl.zeros([MOST_ROWS], tl.float32)
-    of_cells = tl.zeros([MOST_ROWS], tl.float32)
+    cell_variance = tl.zeros([MOST_ROWS], tl.float32)
     for first in tl.range(0, SIZES.ROWS, MOST_ROWS):
         row = first + tl.arange(0, MOST_ROWS)
         counts = tl.load(tables.counts + row, mask=row < SIZES.ROWS, other=0)
         variance = counts * tl.load(tables.spread + row, mask=row < SIZES.ROWS, other=0.0)
-        of_cells += tl.where(row < SIZES.PARENT_ROWS, variance, 0.0)
+        cell_variance += tl.where(row < SIZES.PARENT_ROWS, variance, 0.0)
         inside += tl.where(row < SIZES.PARENT_ROWS, 0.0, variance)
     total = tl.sum(inside, axis=0)
-    is_some = total > tl.sum(of_cells, axis=0) * LEAST_OF_CELLS
+    is_some = total > tl.sum(cell_variance, axis=0) * LEAST_OF_CELLS
     return tl.where(is_some, 1.0 / tl.maximum(total, LEAST), 0.0)
 
 

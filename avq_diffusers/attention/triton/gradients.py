@@ -112,15 +112,15 @@ def _plan(problem: Problem, grad_output: Layout) -> Plan:
             GRAD_STRIDE=grad_strides.token,
         ),
     }
-    of_queries = {"num_warps": tiling.attention.num_warps, "num_stages": 1}
-    of_sums = {"num_warps": tiling.num_warps, "num_stages": 1}
+    query_options = {"num_warps": tiling.attention.num_warps, "num_stages": 1}
+    sum_options = {"num_warps": tiling.num_warps, "num_stages": 1}
     num_rows = -(-sizes.ROWS // tiling.rows) + (side if follows else 0)
     num_keys = sum(-(-x // tiling.keys) for x in (problem.num_keys, problem.num_sinks))
     launches = [
         *precompute.launches,
         tiles.select,
-        Launch(query_gradients_kernel, tiles.grid, arguments, **of_queries),
-        Launch(row_gradients_kernel, (num_rows, heads, batch), arguments, **of_sums),
-        Launch(key_gradients_kernel, (num_keys, heads, batch), arguments, **of_sums),
+        Launch(query_gradients_kernel, tiles.grid, arguments, **query_options),
+        Launch(row_gradients_kernel, (num_rows, heads, batch), arguments, **sum_options),
+        Launch(key_gradients_kernel, (num_keys, heads, batch), arguments, **sum_options),
     ]
     return Plan(memory, launches)

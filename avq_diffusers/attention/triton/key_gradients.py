@@ -54,17 +54,17 @@ class GradTokens(NamedTuple):
 
 
 @triton.jit
-def _rows_of(place, row_start_ptr, SIZES):
+def _rows_of(key_index, row_start_ptr, SIZES):
     """The rows of the leaf and of the cell of keys at places in the leaf order."""
     PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
     # A cell starts with the keys that stay; the last that starts here or before has the key.
     starts = tl.load(row_start_ptr + PARENT_ROWS + tl.arange(0, PARENT_ROWS))
-    cell = tl.sum((starts[None, :] <= place[:, None]).to(tl.int32), axis=1) - 1
+    cell = tl.sum((starts[None, :] <= key_index[:, None]).to(tl.int32), axis=1) - 1
     leaf = PARENT_ROWS + cell
     if SIZES.CHILD_ROWS > 0:
         first_child = 2 * PARENT_ROWS + cell * SIZES.CHILD_ROWS
         children = first_child[:, None] + tl.arange(0, SIZES.CHILD_ROWS)[None, :]
-        is_before = tl.load(row_start_ptr + children) <= place[:, None]
+        is_before = tl.load(row_start_ptr + children) <= key_index[:, None]
         child = tl.sum(is_before.to(tl.int32), axis=1)
         leaf = tl.where(child > 0, first_child + child - 1, leaf)
     return leaf, cell
@@ -183,12 +183,12 @@ def key_gradients_kernel(
     tables = head_of_tables(tables, head.batch_head, head.head, SIZES)
     gradients = row_gradients_of_head(gradients, head.batch_head, SIZES)
 
-    place = index * KEYS + tl.arange(0, KEYS)
-    valid = place < keys.number
-    token_ptr = leaves.leaf_order + head.batch_head * keys.number + place
+    key_index = index * KEYS + tl.arange(0, KEYS)
+    valid = key_index < keys.number
+    token_ptr = leaves.leaf_order + head.batch_head * keys.number + key_index
     token = tl.load(token_ptr, mask=valid, other=0)
-    place = tl.minimum(place, keys.number - 1)
-    leaf, cell = _rows_of(place, leaves.row_start + head.batch_head * SIZES.ROWS, SIZES)
+    key_index = tl.minimum(key_index, keys.number - 1)
+    leaf, cell = _rows_of(key_index, leaves.row_start + head.batch_head * SIZES.ROWS, SIZES)
     shown = _load_columns(keys, token, leaf, valid, SIZES)
     sums = no_sums(shown, SIZES)
     if SIZES.FIRST_ORDER:

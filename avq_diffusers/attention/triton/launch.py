@@ -63,11 +63,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 class Pointer:
     """An argument whose value is an address of each run, aligned to 16 bytes."""
 
-    place: int  # among the addresses
+    index: int  # among the addresses
     dtype: torch.dtype
 
 
-class Part(NamedTuple):
+class Buffer(NamedTuple):
     """A tensor in the allocation of a run."""
 
     start: int
@@ -88,12 +88,12 @@ class Memory:
 
     def __init__(self, num_given: int) -> None:
         self.num_given = num_given
-        self.parts: list[Part] = []
+        self.parts: list[Buffer] = []
         self.size = 0
 
     def add(self, shape: Sequence[int], dtype: torch.dtype) -> Pointer:
         """The pointer to a new part."""
-        self.parts.append(Part(self.size, tuple(shape), dtype))
+        self.parts.append(Buffer(self.size, tuple(shape), dtype))
         self.size += -(-prod(shape) * dtype.itemsize // 16) * 16
         return Pointer(self.num_given + len(self.parts) - 1, dtype)
 
@@ -134,7 +134,7 @@ class Launch:
         self.constants = {name: x for name, x in named.items() if name.isupper()}
         numbers = {name: x for name, x in self.arguments.items() if _holds_numbers(x)}
         pointers = [x for name, x in self.arguments.items() if name not in numbers]
-        self._addresses = [itemgetter(*_places(x)) for x in pointers]
+        self._addresses = [itemgetter(*_indices(x)) for x in pointers]
         self._values = (*numbers.values(), *self.constants.values())
 
     def __call__(self, addresses: Sequence[Address], stream: int) -> None:
@@ -143,7 +143,7 @@ class Launch:
             self.direct(stream, (*[find(addresses) for find in self._addresses], *self._values))
             return
         filled = {
-            name: each(lambda x: x if isinstance(x, int | float) else addresses[_place(x)], value)
+            name: each(lambda x: x if isinstance(x, int | float) else addresses[_index(x)], value)
             for name, value in self.arguments.items()
         }
         if IS_INTERPRETED:
@@ -174,13 +174,13 @@ def _holds_numbers(value: Any) -> bool:
     return isinstance(value[0] if isinstance(value, tuple) else value, int | float)
 
 
-def _places(value: Any) -> list[int]:
+def _indices(value: Any) -> list[int]:
     """The places of a pointer or a tuple of pointers; the last is that of absent ones."""
-    return [_place(x) for x in (value if isinstance(value, tuple) else (value,))]
+    return [_index(x) for x in (value if isinstance(value, tuple) else (value,))]
 
 
-def _place(pointer: Pointer | None) -> int:
-    return -1 if pointer is None else pointer.place
+def _index(pointer: Pointer | None) -> int:
+    return -1 if pointer is None else pointer.index
 
 
 def _representative(value: Pointer | float | None) -> Any:

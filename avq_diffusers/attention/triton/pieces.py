@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# Of the number of runs that `place_of` searches.
+# Of the number of runs that `index_of` searches.
 MOST_BITS = tl.constexpr(16)
 
 
@@ -82,7 +82,7 @@ def extra_pieces(keys, CELLS):
 
 
 @triton.jit
-def place_of(rank, earlier, shift):
+def index_of(rank, earlier, shift):
     """Positions of these ranks in an order made of runs.
 
     earlier: (a power of two) ranks before each run, non-decreasing.
@@ -101,8 +101,8 @@ def place_of(rank, earlier, shift):
 @triton.jit
 def keys_of_cell(rank, valid, cell):
     """The keys at these ranks in their cell; key 0 where a rank is not valid."""
-    place = place_of(rank, cell.earlier, cell.shift)
-    return tl.load(cell.order + place, mask=valid, other=0)
+    index = index_of(rank, cell.earlier, cell.shift)
+    return tl.load(cell.order + index, mask=valid, other=0)
 
 
 @triton.jit

@@ -128,21 +128,21 @@ def precompute_launches(
         "num_pieces": num_pieces,
         "CELLS": cells,
     }
-    of_sort = arguments | {"SIZES": sizes, "BLOCKS": _sort_blocks(problem, tiling, sizes)}
-    of_pieces = arguments | {"SIZES": sizes, "KEYS": tiling.leaf_keys}
+    sort_arguments = arguments | {"SIZES": sizes, "BLOCKS": _sort_blocks(problem, tiling, sizes)}
+    piece_arguments = arguments | {"SIZES": sizes, "KEYS": tiling.leaf_keys}
     parts = -(-dim // MOST_VALUES.value) if follows else 0
     launches = [
         Launch(
             sort_kernel,
             (num_heads, batch, chunks.number + parts * summed.number),
-            of_sort,
+            sort_arguments,
             num_warps=tiling.sort_warps,
             num_stages=tiling.sort_stages,
         ),
         Launch(
             aggregate_kernel,
             (num_heads, batch, num_pieces),
-            of_pieces,
+            piece_arguments,
             num_warps=tiling.leaf_warps,
             num_stages=tiling.leaf_stages,
         ),

@@ -192,7 +192,7 @@ class Problem(NamedTuple):
         inputs = dtype, dtype, dtype, sinks, sinks, *orders, codes, wide, wide
         outputs = dtype, torch.int32, dtype, dtype, dtype, dtype, sinks, sinks
         dtypes = enumerate((*inputs, *outputs))
-        return Given(*(dtype and Pointer(place, dtype) for place, dtype in dtypes))
+        return Given(*(dtype and Pointer(index, dtype) for index, dtype in dtypes))
 
 
 def alignment_of(*layouts: Layout) -> int:

@@ -127,9 +127,9 @@ def _add_codewords(tile, tables, rows, bias, valid, sums, SIZES):
 
 
 @triton.jit
-def _add_tokens(tile, of_centre, tokens, token, valid, sums, SIZES):
+def _add_tokens(tile, centre_bias, tokens, token, valid, sums, SIZES):
     """Add some tokens, around the centre, to the gradients of queries."""
-    logits = token_logits(tile.query, of_centre, tokens, token, valid, SIZES)
+    logits = token_logits(tile.query, centre_bias, tokens, token, valid, SIZES)
     values = load_tokens(tokens.value, token, tokens.value_stride, valid, SIZES)[0]
     grad_logits = _grad_logits(tile, logits, values, tl.zeros(logits.shape, tl.float32))
     keys = load_tokens(tokens.key, token, tokens.key_stride, valid, SIZES)[0]
@@ -219,16 +219,16 @@ def query_gradients_kernel(
         tl.store(queries.share + number, share, mask=tile.valid)
     tl.store(queries.log_total + number, log_total, mask=tile.valid)
     tl.store(queries.delta + number, delta, mask=tile.valid)
-    of_centre = ()
+    centre_bias = ()
     centre_ptr = centre_of_head(tokens, tile, SIZES)
     if HAS_TOKENS:
-        of_centre = centre_logits(query, centre_ptr, SIZES)
-        tl.store(queries.token_total + number, log_total - of_centre, mask=tile.valid)
+        centre_bias = centre_logits(query, centre_ptr, SIZES)
+        tl.store(queries.token_total + number, log_total - centre_bias, mask=tile.valid)
 
     queries_of_tile = GradientTile(query, grad, log_total, delta, grad_seen)
     sums = GradQuery(grad_query, tl.zeros([BLOCKS.N], tl.float32))
     sums = add_columns(
-        queries_of_tile, of_centre, sums, tile, seen, _add_codewords, _add_tokens, SIZES, BLOCKS
+        queries_of_tile, centre_bias, sums, tile, seen, _add_codewords, _add_tokens, SIZES, BLOCKS
     )
     grad_query = sums.total
     if HAS_TOKENS:

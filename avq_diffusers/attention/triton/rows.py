@@ -123,11 +123,11 @@ def bias_of(codes, is_code):
 @triton.jit
 def own_parents(head, parents, is_parent, SIZES):
     """Parents that are not stored: keys, padded to DP."""
-    place = (parents.to(tl.int64) * head.number // SIZES.NUM_PARENTS).to(tl.int32)
-    place = tl.minimum(place, head.number - 1)
+    index = (parents.to(tl.int64) * head.number // SIZES.NUM_PARENTS).to(tl.int32)
+    index = tl.minimum(index, head.number - 1)
     if SIZES.ORDERED:
-        place = tl.load(head.source.key_order + place).to(tl.int32)
-    return load_keys(head, place, is_parent, SIZES)
+        index = tl.load(head.source.key_order + index).to(tl.int32)
+    return load_keys(head, index, is_parent, SIZES)
 
 
 @triton.jit

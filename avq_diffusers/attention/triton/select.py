@@ -141,17 +141,17 @@ def _append(columns, counted, rows, counts, log_counts, starts, is_fine, SIZES, 
     is_column = tl.where(has_keys, tl.where(is_fine, 1 << 16, 1), 0)
     through = tl.cumsum(is_column, axis=0)
     total = tl.sum(is_column, axis=0)
-    place = counted.codewords + (through & 0xFFFF) - 1
+    slot = counted.codewords + (through & 0xFFFF) - 1
     bias = log_counts
     column = rows
     num_keys = counted.keys
     if SIZES.REFINES == "threshold":
-        place = tl.where(is_fine, SIZES.MOST - counted.leaves - (through >> 16), place)
+        slot = tl.where(is_fine, SIZES.MOST - counted.leaves - (through >> 16), slot)
         bias = tl.where(is_fine, counts.to(tl.float32), bias)
         column = tl.where(is_fine, starts, column)
         num_keys += tl.sum(tl.where(is_fine, counts, 0), axis=0)
-    tl.store(columns.row + place, column, mask=has_keys)
-    tl.store(columns.bias + place, bias, mask=has_keys)
+    tl.store(columns.row + slot, column, mask=has_keys)
+    tl.store(columns.bias + slot, bias, mask=has_keys)
     if BLOCKS.LEVELS:
         level = tl.where(is_fine, 2, 1).to(tl.int8)
         tl.store(columns.level + rows, level, mask=has_keys)
@@ -177,10 +177,10 @@ def _parent_logits(query, tables, first, SIZES, BLOCKS):
 @triton.jit
 def _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS):
     """Add the logits of all sinks."""
-    of_centre = centre_logits(query, centre_ptr, SIZES)
+    centre_bias = centre_logits(query, centre_ptr, SIZES)
     for first in tl.range(0, sinks.number, BLOCKS.K):
         token = first + tl.arange(0, BLOCKS.K)
-        logits = token_logits(query, of_centre, sinks, token, token < sinks.number, SIZES)
+        logits = token_logits(query, centre_bias, sinks, token, token < sinks.number, SIZES)
         running_max, total, _ = _add_logits(running_max, total, logits)
     return running_max, total
 
@@ -207,14 +207,14 @@ def _ask(deciding, tables, columns, centre_ptr, sinks, SIZES, BLOCKS):
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
             logits = _parent_logits(query, tables, first, SIZES, BLOCKS)
             running_max, total, _ = _add_logits(running_max, total, logits)
-    of_parents = running_max
+    parent_max = running_max
     if SIZES.SINKS and SIZES.REFINES == "threshold":
         running_max, total = _add_sinks(running_max, total, query, centre_ptr, sinks, SIZES, BLOCKS)
     share = tl.where(deciding.valid, 1.0 / (total * deciding.number), 0.0)
     size = tl.sum(size_of(query, SIZES), axis=0) / deciding.number
     asked = Asked(query, running_max, share, size, deciding.limit)
     if BLOCKS.M == PARENT_ROWS:
-        masses = _mean(tl.trans(weights), share * tl.exp2(of_parents - running_max))
+        masses = _mean(tl.trans(weights), share * tl.exp2(parent_max - running_max))
     else:
         masses = _masses_of_parents(asked, tables, columns, 0, SIZES, BLOCKS)
     return asked, masses
@@ -238,11 +238,11 @@ def _masses_of_parents(asked, tables, columns, FIRST_ROW, SIZES, BLOCKS):
         masses = _masses(asked, codes, counts)
     else:
         for first in tl.range(0, PARENT_ROWS, BLOCKS.M):
-            place = first + tl.arange(0, BLOCKS.M)
-            counts = tl.load(tables.counts + FIRST_ROW + place)
-            codes = load_codes(tables, FIRST_ROW + place, place >= 0, SIZES)
+            parent = first + tl.arange(0, BLOCKS.M)
+            counts = tl.load(tables.counts + FIRST_ROW + parent)
+            codes = load_codes(tables, FIRST_ROW + parent, parent >= 0, SIZES)
             bits = _masses(asked, codes, counts).to(tl.int32, bitcast=True)
-            tl.store(columns.refined + place, bits)
+            tl.store(columns.refined + parent, bits)
         # Threads exchange masses through memory, and more follow there.
         tl.debug_barrier()
         masses = tl.load(columns.refined + every).to(tl.float32, bitcast=True)
@@ -344,9 +344,9 @@ def _select(asked, masses, tables, row_start_ptr, columns, SIZES, BLOCKS):
         if SIZES.REFINES == "threshold":
             spread = tl.load(tables.spread + stays)
             starts = tl.load(row_start_ptr + stays)
-            of_stays = tl.load(tables.counts + stays)
+            stay_counts = tl.load(tables.counts + stays)
             masses = _masses_of_parents(asked, tables, columns, PARENT_ROWS, SIZES, BLOCKS)
-            is_fine = _is_fine(asked, masses, spread, of_stays) & is_refined
+            is_fine = _is_fine(asked, masses, spread, stay_counts) & is_refined
         rows = tl.where(is_refined, stays, rows)
         counts = tl.where(is_refined, tl.load(tables.counts + stays), counts)
         log_counts = tl.where(is_refined, tl.load(tables.log_counts + stays), log_counts)
@@ -354,8 +354,8 @@ def _select(asked, masses, tables, row_start_ptr, columns, SIZES, BLOCKS):
     if SIZES.REFINES != "none" and SIZES.CHILD_ROWS > 0:
         num_refined = tl.sum(is_refined.to(tl.int32), axis=0)
         through = tl.cumsum(is_refined.to(tl.int32), axis=0)
-        place = tl.where(is_refined, through - 1, num_refined + parents - through)
-        tl.store(columns.refined + place, tl.where(is_refined, parents, 0))
+        slot = tl.where(is_refined, through - 1, num_refined + parents - through)
+        tl.store(columns.refined + slot, tl.where(is_refined, parents, 0))
         # The loop reads what other threads of this program wrote.
         tl.debug_barrier()
         for first in tl.range(0, num_refined, BLOCKS.P):

@@ -145,6 +145,6 @@ def attend_codewords(query, tables, rows, bias, valid, softmax, SIZES):
     softmax = accumulate(softmax, weights, values)
     spread = softmax.spread
     if SIZES.FIRST_ORDER:
-        of_rows = tl.load(tables.spread + rows, mask=valid, other=0.0)
-        spread += tl.sum(weights * of_rows[None, :], axis=1)
+        row_spreads = tl.load(tables.spread + rows, mask=valid, other=0.0)
+        spread += tl.sum(weights * row_spreads[None, :], axis=1)
     return Softmax(softmax.running_max, softmax.numerator, softmax.total, spread)

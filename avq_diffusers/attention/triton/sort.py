@@ -200,8 +200,8 @@ def _write_order(chunk, at, SIZES, BLOCKS):
         strip = keys // chunk.strip_keys
         parent_start_ptr = at.count + strip * SIZES.PARENT_ROWS + rank % SIZES.PARENT_ROWS
         parent_start = tl.load(parent_start_ptr, mask=is_key, other=0)
-        place = parent_start + rank // SIZES.PARENT_ROWS
-        tl.store(at.order + place, chunk.first + keys, mask=is_key)
+        index = parent_start + rank // SIZES.PARENT_ROWS
+        tl.store(at.order + index, chunk.first + keys, mask=is_key)
 
 
 @triton.jit

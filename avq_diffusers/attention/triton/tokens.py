@@ -33,7 +33,7 @@ class TokenLayout(NamedTuple):
     value_token: tl.tensor
 
 
-class Tokens(NamedTuple):
+class HeadTokens(NamedTuple):
     """Keys and values of a head."""
 
     key: tl.tensor
@@ -45,11 +45,11 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def tokens_of_head(key_ptr, value_ptr, layout, batch, head, SIZES):
-    """The `Tokens` of a head."""
+    """The `HeadTokens` of a head."""
     head = head.to(tl.int64)
     key_start = batch * layout.key_batch + head * layout.key_head
     value_start = batch * layout.value_batch + head * layout.value_head
-    return Tokens(
+    return HeadTokens(
         key_ptr + key_start * SIZES.ALIGN,
         value_ptr + value_start * SIZES.ALIGN,
         layout.key_token.to(tl.int64) * SIZES.ALIGN,
@@ -90,18 +90,18 @@ def centre_logits(query, centre_ptr, SIZES):
 
 
 @triton.jit
-def token_logits(query, of_centre, tokens, token, valid, SIZES):
+def token_logits(query, centre_bias, tokens, token, valid, SIZES):
     """Logits (BLOCK_N, tokens) around the centre, -inf where not valid."""
     keys = load_tokens(tokens.key, token, tokens.key_stride, valid, SIZES)
     products = logits_of(query, keys, tl.zeros([1, token.shape[0]], tl.float32))
-    bias = tl.where(valid[None, :], of_centre[:, None], float("-inf"))
+    bias = tl.where(valid[None, :], centre_bias[:, None], float("-inf"))
     return products * SIZES.FACTOR + bias
 
 
 @triton.jit
-def attend_tokens(query, of_centre, tokens, token, valid, softmax, SIZES):
+def attend_tokens(query, centre_bias, tokens, token, valid, softmax, SIZES):
     """Add some tokens to a softmax."""
-    logits = token_logits(query, of_centre, tokens, token, valid, SIZES)
+    logits = token_logits(query, centre_bias, tokens, token, valid, SIZES)
     values = load_tokens(tokens.value, token, tokens.value_stride, valid, SIZES)
     weights, softmax = weigh(softmax, logits)
     return accumulate(softmax, weights, values)

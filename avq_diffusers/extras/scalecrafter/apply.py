@@ -164,7 +164,7 @@ class _ScaleCrafter:
                 f"{self.latent_size}, but got latents of {size}; apply it for this size, or remove "
                 "it."
             )
-        timestep = self.timesteps.of_call(args, kwargs)
+        timestep = self.timesteps.read(args, kwargs)
         if timestep is not None:
             self.timestep = timestep
         dilations = self.config.dilations_at(self.timestep) or (1,)

@@ -95,12 +95,12 @@ class Host(ABC):
         """Replace the attention of a layer that carries `state`."""
 
     @abstractmethod
-    def restore(self, attn: Any, own: LayerState) -> None:
-        """Put `own.previous` back, unless something else has replaced AVQ since."""
+    def restore(self, attn: Any, state: LayerState) -> None:
+        """Put `state.previous` back, unless something else has replaced AVQ since."""
 
-    def reinstate(self, attn: Any, own: LayerState, ours: Any) -> None:
+    def reinstate(self, attn: Any, state: LayerState, ours: Any) -> None:
         """Undo `restore`; `ours` is what `attention_of` returned before it."""
-        self.give_avq(attn, own)
+        self.give_avq(attn, state)
 
     def tidy(self, model: nn.Module) -> None:
         """Remove our processors from layers without AVQ."""

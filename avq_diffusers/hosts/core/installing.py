@@ -50,7 +50,7 @@ class _Carried(NamedTuple):
     """What AVQ keeps on a module, and for a layer also its attention."""
 
     module: Any
-    own: Any
+    kept: Any
     ours: Any
 
 
@@ -68,11 +68,11 @@ def all_or_nothing(models: Iterable[Hosted]) -> Iterator[None]:
             raise
 
 
-def install(of_models: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
+def install(states_by_model: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
     """Run layers with these states in place of all earlier ones, or change nothing."""
     self_check.folder = user_cache_path("avq-diffusers") / "checks"
-    with all_or_nothing(of_models):
-        for hosted, states in of_models.items():
+    with all_or_nothing(states_by_model):
+        for hosted, states in states_by_model.items():
             _take_off(hosted)
             _put_on(hosted, states, stacklevel=4)  # of `apply_avq` or the processor
 
@@ -130,10 +130,10 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
 def _carried(hosted: Hosted) -> list[_Carried]:
     carried = []
     for module in hosted.model.modules():
-        own = vars(module).get(ATTRIBUTE)
-        if own is not None:
-            ours = None if isinstance(own, Hooks) else hosted.host.attention_of(module)
-            carried.append(_Carried(module, own, ours))
+        kept = vars(module).get(ATTRIBUTE)
+        if kept is not None:
+            ours = None if isinstance(kept, Hooks) else hosted.host.attention_of(module)
+            carried.append(_Carried(module, kept, ours))
     return carried
 
 
@@ -141,19 +141,19 @@ def _take_off(hosted: Hosted) -> None:
     host = hosted.host
     for module in hosted.model.modules():
         forget_calls(module)
-        own = vars(module).pop(ATTRIBUTE, None)
-        if isinstance(own, Hooks):
-            own.detach()
-        elif own is not None:
-            host.restore(module, own)
+        kept = vars(module).pop(ATTRIBUTE, None)
+        if isinstance(kept, Hooks):
+            kept.detach()
+        elif kept is not None:
+            host.restore(module, kept)
     host.tidy(hosted.model)
 
 
 def _put_back(hosted: Hosted, carried: Sequence[_Carried]) -> None:
-    for module, own, ours in carried:
-        vars(module)[ATTRIBUTE] = own
-        if not isinstance(own, Hooks):
-            hosted.host.reinstate(module, own, ours)
-    for module, own, _ in carried:  # after all layers: hooks look up the layers' states
-        if isinstance(own, Hooks):
-            own.attach(module)
+    for module, kept, ours in carried:
+        vars(module)[ATTRIBUTE] = kept
+        if not isinstance(kept, Hooks):
+            hosted.host.reinstate(module, kept, ours)
+    for module, kept, _ in carried:  # after all layers: hooks look up the layers' states
+        if isinstance(kept, Hooks):
+            kept.attach(module)

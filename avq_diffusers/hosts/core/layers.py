@@ -96,16 +96,16 @@ def chosen_layers(
         others = f"only at levels {_join(present)}" if present else "and none that AVQ serves"
         raise ValueError(f"this model has no self-attention at level {_join(wanted)}, {others}.")
     layers = [layer for layer in layers if layer.level in wanted]
-    place = f"of this model at the levels {_join(wanted)}"
+    scope = f"of this model at the levels {_join(wanted)}"
     for name in exact:
         if not any(is_within(layer.name, name) for layer in layers):
             raise ValueError(
-                f"exact must name layers {place}, but got {name!r}; one of them is "
+                f"exact must name layers {scope}, but got {name!r}; one of them is "
                 f"{layers[0].name}."
             )
     chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
     if layers and not chosen:
-        raise ValueError(f"exact leaves no layer {place}.")
+        raise ValueError(f"exact leaves no layer {scope}.")
     for key in overrides:
         if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
             raise ValueError(

@@ -293,8 +293,8 @@ def measure(
         else:
             # Events and graphs belong to the current GPU.
             with torch.accelerator.device_index(device.index):
-                of_avq, of_exact = _graph_milliseconds(avq), _graph_milliseconds(exact)
-            is_faster = {name: share * (of_avq + _AROUND[name]) <= of_exact for name in names}
+                avq_ms, exact_ms = _graph_milliseconds(avq), _graph_milliseconds(exact)
+            is_faster = {name: share * (avq_ms + _AROUND[name]) <= exact_ms for name in names}
         bar.update()
     return is_faster
 
@@ -305,8 +305,8 @@ def _is_faster_on_cpu(avq: Callable[[], Any], exact: Callable[[], Any], share: f
     # The first round also warms up, which takes long on a busy machine.
     while len(rounds) < 2 or (len(rounds) <= _ROUNDS and sum(rounds[-1]) < _LONG_ON_CPU):
         rounds.append([_wall_milliseconds(attend) for attend in (avq, exact)])
-    of_avq, of_exact = map(min, zip(*rounds, strict=True))
-    return share * of_avq <= of_exact
+    avq_ms, exact_ms = map(min, zip(*rounds, strict=True))
+    return share * avq_ms <= exact_ms
 
 
 def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Any]) -> float:

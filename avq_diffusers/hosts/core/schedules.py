@@ -86,10 +86,10 @@ def set_specs(hosted: Hosted, schedules: Mapping[LayerState, SpecSchedule]) -> N
         schedules: of its layers; those of other models are left out.
     """
     states, timesteps = [*hosted.states.values()], hosted.timesteps
-    own = {state: schedules[state] for state in states if state in schedules}
-    if timesteps is None and any(len(schedule) > 1 for schedule in own.values()):
+    chosen = {state: schedules[state] for state in states if state in schedules}
+    if timesteps is None and any(len(schedule) > 1 for schedule in chosen.values()):
         raise ValueError(f"this {hosted.host.kind} has no schedules by timestep, but got one.")
-    for state, schedule in own.items():
+    for state, schedule in chosen.items():
         state.set_schedule(schedule)
     if timesteps is None:
         return
@@ -131,7 +131,7 @@ class Scheduler(NamedTuple):
             raise NotImplementedError(
                 "an exported program cannot follow a schedule; set one number for all timesteps."
             )
-        timestep = self.timesteps.of_call(args, kwargs)
+        timestep = self.timesteps.read(args, kwargs)
         if timestep is not None:
             for state in self.states:
                 state.spec.set(at_timestep(state.schedule, timestep))

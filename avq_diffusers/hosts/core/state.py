@@ -114,17 +114,17 @@ class PerThread(Generic[Value]):
     def __init__(self, value: Value, *, shared: bool = True) -> None:
         self.first = self.last = value
         self.shared = shared
-        self.own = _ThreadLocal()
+        self.local = _ThreadLocal()
 
     def set(self, value: Value) -> None:
         self.last = value
         if not torch.compiler.is_compiling():
-            self.own.value = value
+            self.local.value = value
 
     def get(self) -> Value:
         if torch.compiler.is_compiling():
             return self.last
-        return getattr(self.own, "value", self.last if self.shared else self.first)
+        return getattr(self.local, "value", self.last if self.shared else self.first)
 
 
 class _ThreadLocal(threading.local):
@@ -230,8 +230,8 @@ class LayerState:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             self.call.set(self._begun(tokens, spec, exact_because, num_beside))
             return
-        place = device, _autocast_dtype(device.type) or hidden_states.dtype, _backward()
-        facts = hidden_states.shape, *place, *others, spec, exact_because, self.route.route
+        setting = device, _autocast_dtype(device.type) or hidden_states.dtype, _backward()
+        facts = hidden_states.shape, *setting, *others, spec, exact_because, self.route.route
         known, call = self.settled  # once: other threads may replace it
         if known != facts:
             call = self._begun(tokens, spec, exact_because, num_beside)
@@ -327,14 +327,14 @@ class LayerState:
         return 0 if call is None else call.num_beside
 
     def exact_because(
-        self, num_tokens: int, hidden_states: Tensor, own: Iterable[tuple[Any, str]] = ()
+        self, num_tokens: int, hidden_states: Tensor, reasons: Iterable[tuple[Any, str]] = ()
     ) -> str | None:
         """Why a call of the layer runs exact attention; None if it runs AVQ.
 
         Args:
             num_tokens: tokens in the call; fewer than the grid's if some were merged.
             hidden_states: batch first, in the dtype of the attention.
-            own: reasons specific to the kind of model, each after whether it applies.
+            reasons: reasons specific to the kind of model, each after whether it applies.
         """
         call = self.present_call()
         if call is None:
@@ -342,7 +342,7 @@ class LayerState:
         reason = call.exact_because or self.interception()
         if reason is not None:
             return reason
-        for holds, why in own:
+        for holds, why in reasons:
             if holds:
                 return why
         if call.query_order is None or call.query_order.shape[0] != num_tokens:
@@ -362,9 +362,9 @@ class LayerState:
         assert call.query_order is not None
         device, num_tokens = hidden_states.device, call.query_order.shape[0]
         batch = int(hidden_states.shape[0])
-        place = batch, hidden_states.dtype, device, call.spec, call.ranks
+        setting = batch, hidden_states.dtype, device, call.spec, call.ranks
         if torch.compiler.is_compiling():
-            traced = self.workload(*place)
+            traced = self.workload(*setting)
             may_be_faster = traced.may_be_faster(num_tokens)
             return self.route.learn(traced, device) if may_be_faster else NEVER_FASTER
         if call.needed is not None:
@@ -376,7 +376,7 @@ class LayerState:
             has_shown = call.needed.shown is not None or call.ranks is not None
             if has_shown and not is_recorded(device):
                 call.needed.count(call.ranks)
-        workload = self.workload(*place, call.needed)
+        workload = self.workload(*setting, call.needed)
         if not workload.may_be_faster(num_tokens):
             return NEVER_FASTER
         return self.route.learn(workload, device, self._trial(call, batch), call.ranks)

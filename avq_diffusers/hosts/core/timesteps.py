@@ -61,7 +61,7 @@ class Timesteps(NamedTuple):
     model: type[nn.Module]
     argument: TimestepArgument
 
-    def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The timestep among a model's arguments, as a number.
 
         Of the timesteps of one image's tokens, the largest: given frames have timestep 0. Rounded,
@@ -75,8 +75,8 @@ class Timesteps(NamedTuple):
             return None
         if not any(told.stride()):
             return self._of_view(told)
-        of_tokens = self.argument.timestep(told.float()).reshape(len(told), -1)
-        values = set(of_tokens.amax(dim=1).tolist())
+        token_timesteps = self.argument.timestep(told.float()).reshape(len(told), -1)
+        values = set(token_timesteps.amax(dim=1).tolist())
         if len(values) != 1:
             raise ValueError(
                 "ScaleCrafter and schedules take one timestep for the whole batch, but got "

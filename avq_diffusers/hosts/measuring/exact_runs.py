@@ -241,7 +241,7 @@ class ExactRuns:
         if is_first and not are_training_timesteps(self.scheduler.timesteps.tolist()):
             self.parts = self.least_parts
         if timesteps is not None and self.parts > 1:
-            timestep = timesteps.of_call(args, kwargs)
+            timestep = timesteps.read(args, kwargs)
             if timestep is not None:
                 if not self.numbers:
                     left = _left(self.scheduler.timesteps.tolist(), timestep)
@@ -278,9 +278,9 @@ class MeasuredLayer:
     def attend(self, tensors: Tensors, spec: Spec, backend: str) -> Attended:
         """Exact attention in place of AVQ, or what a repeated call tries."""
         tried = self.runs.tried
-        own = None if tried is None else tried.get(self.layer.name)
-        if own is not None:
-            return attend(tensors, own)
+        spec_tried = None if tried is None else tried.get(self.layer.name)
+        if spec_tried is not None:
+            return attend(tensors, spec_tried)
         exact = Attended(exact_attention(tensors), EXACT)
         if tried is None:
             if not exact.output.isfinite().all():
@@ -323,9 +323,9 @@ class MeasuredLayer:
         parts = {}
         for start in starts if last else ():
             squared, columns, shares = np.mean(self.probes.get(start, every), axis=0)
-            of_last = np.mean(last, axis=0)[0]
-            scale = np.clip(squared[MIDDLE] / max(of_last[MIDDLE], 1e-30), 1e-2, 1e2)
-            squared = np.where(np.isnan(squared), scale * of_last, squared)
+            last_squared = np.mean(last, axis=0)[0]
+            scale = np.clip(squared[MIDDLE] / max(last_squared[MIDDLE], 1e-30), 1e-2, 1e2)
+            squared = np.where(np.isnan(squared), scale * last_squared, squared)
             rows = (called * squared) ** 0.5, columns, called * self.exact_time * shares
             parts[start] = Measured(*([float(f"{x:.4g}") for x in row] for row in rows))
         return LayerEffects(self.layer, max(1, self.num_tokens), called * self.exact_time, parts)

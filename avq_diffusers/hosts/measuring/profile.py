@@ -134,7 +134,7 @@ class ErrorProfile:
     def __post_init__(self) -> None:
         rows = [part.rows for one in self.layers for part in one.parts.values()]
         numbers = [one.exact_time for one in self.layers] + [x for row in rows for x in row.flat]
-        of_parts = [x for part in self.parts.values() for x in (part.share, part.correction)]
+        part_values = [x for part in self.parts.values() for x in (part.share, part.correction)]
         ascending = sorted({check_threshold(x) for x in self.thresholds} - {0, math.inf})
         names = {one.layer.name for one in self.layers}
         for one in self.layers:
@@ -150,7 +150,7 @@ class ErrorProfile:
             (len(ascending) > 1 and ascending == [*self.thresholds], "rising thresholds"),
             (all(x.shape == (3, len(ascending)) for x in rows), "a number for each threshold"),
             (all(0 <= x < _LARGEST for x in numbers), "finite numbers that are not negative"),
-            (all(0 < x < _LARGEST for x in of_parts), "shares and corrections above 0"),
+            (all(0 < x < _LARGEST for x in part_values), "shares and corrections above 0"),
             (1 <= self.margin < _LARGEST, "a margin of at least 1"),
         ):
             if not holds:
@@ -253,8 +253,8 @@ class ErrorProfile:
         Raises:
             ValueError: a layer is missing, unexpected or has another head shape.
         """
-        own = {one.layer.name: one.layer for one in self.layers}
-        check_specs("error profile", own, layers, "was measured with")
+        layers_by_name = {one.layer.name: one.layer for one in self.layers}
+        check_specs("error profile", layers_by_name, layers, "was measured with")
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file atomically, with the numbers of a list on one line.
@@ -304,7 +304,7 @@ class ErrorProfile:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(13, max(4.5, 0.25 * len(self.layers))), layout="constrained")
-        axes, of_layers = figure.subplots(1, 2)
+        axes, layer_axes = figure.subplots(1, 2)
         equal = {threshold: self.uniform(threshold) for threshold in self.thresholds}
         errors = [max(plan.error, 1e-9) for plan in equal.values()]
         least, most = (min(x, LARGEST_TOLERANCE) for x in (min(errors) / 3, max(errors)))
@@ -321,12 +321,12 @@ class ErrorProfile:
         rows = range(len(choices))
         for start in self.parts:
             columns = [parts[start].columns for parts in choices.values()]
-            of_layers.plot(columns, rows, "o", label=f"from timestep {start}")
-        of_layers.plot([one.num_tokens for one in self.layers], rows, "k|", label="exact")
-        of_layers.set(xscale="log", xlabel=f"columns within a tolerance of {PLOTTED_TOLERANCE:g}")
-        of_layers.set_yticks(rows, short_names([*choices]), fontsize=8)
-        of_layers.invert_yaxis()
-        for panel in (axes, of_layers):
+            layer_axes.plot(columns, rows, "o", label=f"from timestep {start}")
+        layer_axes.plot([one.num_tokens for one in self.layers], rows, "k|", label="exact")
+        layer_axes.set(xscale="log", xlabel=f"columns within a tolerance of {PLOTTED_TOLERANCE:g}")
+        layer_axes.set_yticks(rows, short_names([*choices]), fontsize=8)
+        layer_axes.invert_yaxis()
+        for panel in (axes, layer_axes):
             panel.grid(alpha=0.3)
             panel.legend()
         with atomic_write(Path(path)) as temporary:

@@ -55,7 +55,7 @@ from avq_diffusers.hosts.core import (
     own_name,
 )
 from avq_diffusers.hosts.models.grids import READS_THE_GRID, family_of
-from avq_diffusers.hosts.models.masks import Group, joint_attention, masked_attention, read_groups
+from avq_diffusers.hosts.models.masks import Entries, joint_attention, masked_attention, read_groups
 from avq_diffusers.hosts.models.parallel import RING, is_ulysses, ranks_of, share_verdict
 from avq_diffusers.hosts.models.unet import level_of
 
@@ -275,12 +275,12 @@ def _attend(attention: _AttentionCall) -> Tensor | None:
     joined = None if call is None else call.joined
     num_tokens, num_queries, num_keys = grid.stop - grid.start, query.shape[1], key.shape[1]
     is_plain = attention.is_plain() and query.shape[2] == key.shape[2]
-    own = (
+    reasons = (
         (num_queries not in (num_keys, num_tokens), OTHER_KEYS),
         (num_tokens > num_keys, "tokens are not the grid"),
         (not is_plain, "causal, grouped or dropped keys"),
     )
-    reason = state.exact_because(num_tokens, query, own)
+    reason = state.exact_because(num_tokens, query, reasons)
     if reason is None and joined is not None:
         query, key, value = (x[:, joined.indices] for x in (query, key, value))
         if isinstance(mask, Tensor) and mask.shape[-1] == key.shape[1]:
@@ -320,7 +320,7 @@ def _masked(state: LayerState, tensors: Tensors, mask: Tensor, grid: slice) -> T
 
 def _groups(
     mask: Any, query: Tensor, key: Tensor, value: Tensor, grid: slice
-) -> list[Group] | None:
+) -> list[Entries] | None:
     """`read_groups`; no groups without a mask, or if compiled code reads it at run time."""
     if mask is None:
         return []
@@ -368,13 +368,13 @@ class _DispatchWatch(TransformerWatch):
     def attach(self, caller: Any) -> list[Any]:
         # Includes other layers that share a processor with an AVQ layer. No hooks after layers:
         # compiled code would get a graph for each.
-        of_layers, chosen = [], {layer.attn for layer in self.layers}
+        layer_hooks, chosen = [], {layer.attn for layer in self.layers}
         for attn in caller.modules():
             if _backend_of(attn) is AVQ_BACKEND or attn in chosen:
-                of_layers.append(attn.register_forward_pre_hook(_begin))
+                layer_hooks.append(attn.register_forward_pre_hook(_begin))
             if attn in chosen and not getattr(attn, ATTRIBUTE).previous.is_dispatched:
-                of_layers += [_Intercepted(attn), attn.register_forward_hook(_note_bypass)]
-        return [*super().attach(caller), *of_layers]
+                layer_hooks += [_Intercepted(attn), attn.register_forward_hook(_note_bypass)]
+        return [*super().attach(caller), *layer_hooks]
 
     def enter(self, caller: nn.Module, tokens: Tokens) -> None:
         if "_is_replica" in vars(caller):  # of `nn.DataParallel`, whose layers share attributes
@@ -447,8 +447,8 @@ class DispatchHost(Host):
             register(AVQ_BACKEND, supports_context_parallel=True)(_avq_attention)
         attn.processor._attention_backend = AVQ_BACKEND
 
-    def restore(self, attn: Any, own: LayerState) -> None:
-        processor, is_dispatched, backend, is_own = own.previous
+    def restore(self, attn: Any, state: LayerState) -> None:
+        processor, is_dispatched, backend, is_own = state.previous
         if not is_dispatched or processor._attention_backend is not AVQ_BACKEND:
             return
         if is_own:
@@ -484,9 +484,9 @@ class AddedHost(DispatchHost):
     def layers(self, model: nn.Module) -> list[Layer]:
         found = []
         for path, block in model.named_modules():
-            for place, attn in enumerate(getattr(block, "attentions", ())):
+            for index, attn in enumerate(getattr(block, "attentions", ())):
                 if isinstance(attn, Attention) and attn.added_kv_proj_dim is not None:
-                    name = own_name(f"{path}.attentions.{place}")
+                    name = own_name(f"{path}.attentions.{index}")
                     shape = attn.heads, attn.inner_dim // attn.heads
                     layer = Layer(
                         name, level_of(model, name), *shape, attn, block, attn.group_norm, None

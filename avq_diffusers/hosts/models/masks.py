@@ -21,7 +21,7 @@ from avq_diffusers.hosts.core import orders, read_once
 HIDDEN = -1e4  # an additive mask adds at most this to the logits of a hidden key
 
 
-class Group(NamedTuple):
+class Entries(NamedTuple):
     """Batch entries that see the same keys, as slices where possible, which need no copies.
 
     Attributes:
@@ -42,7 +42,7 @@ def joint_attention(
     value: Tensor,
     grid: slice,
     scale: float | None,
-    groups: Sequence[Group] = (),
+    groups: Sequence[Entries] = (),
 ) -> Tensor:
     """AVQ for all queries; keys beside the grid are sinks.
 
@@ -62,10 +62,10 @@ def joint_attention(
         has_all_queries, output = query.shape[1] == key.shape[1], query.new_empty(query.shape)
         for entries, tokens, seen_grid in groups:
             queries = tokens if has_all_queries else slice(None)
-            of_entries = torch.zeros_like(query[entries])
+            entry_output = torch.zeros_like(query[entries])
             q, (k, v) = query[entries][:, queries], (x[entries][:, tokens] for x in (key, value))
-            of_entries[:, queries] = joint_attention(attend, q, k, v, seen_grid, scale)
-            output[entries] = of_entries
+            entry_output[:, queries] = joint_attention(attend, q, k, v, seen_grid, scale)
+            output[entries] = entry_output
         return output
     beside = slice(0, grid.start) if grid.start else slice(grid.stop, key.shape[1])
     has_sinks = beside.start < beside.stop
@@ -107,8 +107,8 @@ def masked_attention(*arguments: Any) -> Tensor:
     query, key, value = (x.transpose(1, 2) for x in (tensors.query, tensors.key, tensors.value))
 
     def attend_grid(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
-        of_call = orders(order, query, key, text_first=start > 0)
-        return attend(Tensors.of(query, key, value, **others, **of_call), spec, backend).output
+        call_orders = orders(order, query, key, text_first=start > 0)
+        return attend(Tensors.of(query, key, value, **others, **call_orders), spec, backend).output
 
     grid = slice(start, stop)
     # Compiled code reuses the memory of old masks for new ones.
@@ -134,7 +134,7 @@ def _(*arguments: Any, **settings: Any) -> int:
 
 def read_groups(
     mask: Any, query: Tensor, key: Tensor, grid: slice, *, keep: bool
-) -> list[Group] | None:
+) -> list[Entries] | None:
     """Batch entries grouped by the keys they see; empty if all see all.
 
     Masks are read on the host, so not during CUDA graph capture.
@@ -157,23 +157,23 @@ def read_groups(
     return read_once(mask, partial(_groups, mask, query, key, grid), *tokens)
 
 
-def _groups(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> list[Group] | None:
+def _groups(mask: Tensor, query: Tensor, key: Tensor, grid: slice) -> list[Entries] | None:
     seen, groups = seen_tokens(mask, query, key, grid), []
     if seen is None:
         return None
     if seen.all():
         return []
     patterns, pattern_of = seen.unique(dim=0, return_inverse=True)
-    for place, pattern in enumerate(patterns):
+    for index, pattern in enumerate(patterns):
         num_tokens, num_before = int(pattern.sum()), int(pattern[: grid.start].sum())
         entries: Tensor | slice = slice(None)
         if len(patterns) > 1:
-            entries = (pattern_of == place).nonzero().flatten().to(query.device)
+            entries = (pattern_of == index).nonzero().flatten().to(query.device)
         tokens: Tensor | slice = slice(num_tokens)
         if not pattern[:num_tokens].all():
             tokens = pattern.nonzero().flatten().to(query.device)
         seen_grid = slice(num_before, num_before + grid.stop - grid.start)
-        groups.append(Group(entries, tokens, seen_grid))
+        groups.append(Entries(entries, tokens, seen_grid))
     return groups
 
 

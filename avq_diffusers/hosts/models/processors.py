@@ -42,11 +42,11 @@ class ProcessorHost(Host):
         if self.is_plain(attn.processor):
             attn.set_processor(self.ours)
 
-    def restore(self, attn: Attention, own: LayerState) -> None:
+    def restore(self, attn: Attention, state: LayerState) -> None:
         if isinstance(attn.processor, type(self.ours)):
-            attn.set_processor(own.previous.processor)
+            attn.set_processor(state.previous.processor)
 
-    def reinstate(self, attn: Attention, own: LayerState, ours: Previous) -> None:
+    def reinstate(self, attn: Attention, state: LayerState, ours: Previous) -> None:
         attn.set_processor(ours.processor)
 
     def tidy(self, model: nn.Module) -> None:

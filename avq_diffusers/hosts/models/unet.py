@@ -193,14 +193,14 @@ class AVQProcessor(AttnProcessor2_0):
             call = hidden_states, encoder_hidden_states, attention_mask, temb
             return super().__call__(attn, *call)
         if state.previous.is_plain:
-            own = (
+            reasons = (
                 (encoder_hidden_states is not None, "cross-attention"),
                 (attention_mask is not None, "attention mask"),
                 (_has_other_scores(attn), OTHER_SCORES),
                 (attn.norm_q is not None or attn.norm_k is not None, "query or key norm"),
                 (attn.residual_connection, "residual connection"),
             )
-            reason = state.exact_because(hidden_states.shape[1], hidden_states, own)
+            reason = state.exact_because(hidden_states.shape[1], hidden_states, reasons)
             state.count(reason or AVQ_CALL)
             if reason is None:
                 return _attend(attn, state, hidden_states)

@@ -68,7 +68,7 @@ def vision_attention(
     state: LayerState = getattr(module, ATTRIBUTE)
     collected = _active_collector.get() or ()
     wants_weights = arguments.get("output_attentions") or "attentions" in collected
-    own = (
+    reasons = (
         (_has_other_function(module, state), OTHER_FUNCTION),
         (_tells_keys_apart(attention_mask), "attention mask"),
         (arguments.get("is_causal") or module.is_causal, "causal attention"),
@@ -77,7 +77,7 @@ def vision_attention(
         *((arguments.get(name) is not None, name) for name in CHANGING_ARGUMENTS),
         (not query.shape == key.shape == value.shape, "keys of another shape"),
     )
-    reason = state.exact_because(query.shape[2] - state.num_beside, query, own)
+    reason = state.exact_because(query.shape[2] - state.num_beside, query, reasons)
     state.count(reason or AVQ_CALL)
     if reason is None:
         return _attend(state, query, key, value, scaling), None
@@ -121,8 +121,8 @@ def _attend(
     output = joint_attention(state.attend, patches, keys, values, grid, scaling)
     if not sinks:
         return output
-    of_sinks = F.scaled_dot_product_attention(query[:, :, :sinks], key, value, scale=scaling)
-    return torch.cat([of_sinks.transpose(1, 2).to(output.dtype), output], dim=1)
+    sink_output = F.scaled_dot_product_attention(query[:, :, :sinks], key, value, scale=scaling)
+    return torch.cat([sink_output.transpose(1, 2).to(output.dtype), output], dim=1)
 
 
 class _VisionWatch(Watch):
@@ -177,11 +177,11 @@ class VisionHost(Host):
             elif isinstance(module, GradientCheckpointingLayer):
                 block, block_path = module, path
             elif projection is not None and _can_run(module):
-                of_layer = block if path.startswith(f"{block_path}.") else None
-                found.setdefault(projection_path, []).append((path, module, of_layer))
+                layer_block = block if path.startswith(f"{block_path}.") else None
+                found.setdefault(projection_path, []).append((path, module, layer_block))
         layers: list[Layer] = []
-        for start, of_projection in found.items():
-            paths = [x.rpartition(".")[0] for x in (start, *(path for path, *_ in of_projection))]
+        for start, served in found.items():
+            paths = [x.rpartition(".")[0] for x in (start, *(path for path, *_ in served))]
             caller = modules[commonpath(x.replace(".", "/") for x in paths).replace("/", ".")]
             layers += [
                 Layer(
@@ -192,9 +192,9 @@ class VisionHost(Host):
                     attn=attn,
                     caller=caller,
                     anchor=modules[start],
-                    checkpointed=of_layer,
+                    checkpointed=layer_block,
                 )
-                for path, attn, of_layer in of_projection
+                for path, attn, layer_block in served
             ]
         return layers
 
@@ -209,8 +209,8 @@ class VisionHost(Host):
         attn.config = copy.copy(state.previous)
         attn.config._attn_implementation_internal = NAME
 
-    def restore(self, attn: Any, own: LayerState) -> None:
-        attn.config = own.previous
+    def restore(self, attn: Any, state: LayerState) -> None:
+        attn.config = state.previous
 
     def other_attention(self, layer: Layer) -> Other | None:
         return None

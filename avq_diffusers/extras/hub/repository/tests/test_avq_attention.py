@@ -46,8 +46,8 @@ def test_agrees_with_the_definition(dtype, refined):
     found = errors(attend("auto"), attend("reference"), dtype)
     exact = F.scaled_dot_product_attention
     allowed = errors(exact, exact, dtype)
-    for error, of_exact in zip(found, allowed, strict=True):
-        assert error <= 2 * of_exact + 4 * torch.finfo(dtype).eps
+    for error, exact_error in zip(found, allowed, strict=True):
+        assert error <= 2 * exact_error + 4 * torch.finfo(dtype).eps
 
 
 def test_a_threshold_of_0_is_exact_attention():
