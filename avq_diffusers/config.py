@@ -17,7 +17,8 @@ MOST_CODEWORDS_PER_KEY = 16  # own codewords: more would mostly be unused, and f
 # `int` refuses thousands of digits.
 _CONFIGURATION = re.compile(
     r"M(?P<num_parents>\d{1,18})(?:P(?P<num_refined>\d{1,18}))?(?:C(?P<num_children>\d{1,18}))?"
-    r"(?:T(?P<threshold>(?:\d{1,18}(?:\.\d{0,20})?|\.\d{1,20})(?:e[+-]?\d{1,3})?|inf))?",
+    r"(?:T(?P<threshold>(?:\d{1,18}(?:\.\d{0,20})?|\.\d{1,20})(?:e[+-]?\d{1,3})?|inf))?"
+    r"(?P<stored>/stored)?",
     re.ASCII | re.IGNORECASE,
 )
 DEFAULT_THRESHOLD = 1e-4
@@ -93,7 +94,8 @@ class Spec:
         children = f"C{self.num_children}" if self.num_children else ""
         if self.num_refined is None:
             return f"M{self.num_parents}{children}T{digits_of(self.threshold)}"
-        return f"M{self.num_parents}" + (f"P{self.num_refined}{children}" if children else "")
+        refined = f"P{self.num_refined}" if children else ""
+        return f"M{self.num_parents}{refined}{children}{'' if self.means else '/stored'}"
 
     @property
     def long_name(self) -> str:
@@ -258,17 +260,18 @@ class AVQConfig(Spec):
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64C8T1e-4"` (threshold), `"M64P16C8"` (the paper's form) or `"M256"` (flat VQ).
+        """Parse `"M64C8T1e-4"` (threshold), `"M64P16C8"` (the paper's sizes), `"M256"` (flat VQ) or
+        `"M64P16C8/stored"` (the paper's form, with a codebook's codewords).
 
         Args:
             text: the configuration string.
             **other_fields: passed to the constructor.
 
         Raises:
-            TypeError: `text` is not a string.
+            TypeError: `text` is not a string, or a field is given twice.
             ValueError: `text` is malformed.
         """
-        return cls(**sizes_of(text), **other_fields)
+        return cls(**_fields_of(text), **other_fields)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AVQConfig":
@@ -297,13 +300,7 @@ class AVQConfig(Spec):
         return self.changed(overrides={}, **values)
 
 
-def sizes_of(text: str) -> dict[str, Any]:
-    """The sizes in a configuration string, and its threshold or number of refined parents.
-
-    Raises:
-        TypeError: `text` is not a string.
-        ValueError: `text` is malformed.
-    """
+def _fields_of(text: str) -> dict[str, Any]:
     if not isinstance(text, str):
         raise TypeError(f"expected a configuration such as 'M64C8T1e-4', but got {text!r}.")
     match = _CONFIGURATION.fullmatch(text.strip())
@@ -312,16 +309,18 @@ def sizes_of(text: str) -> dict[str, Any]:
         raise ValueError(
             f"expected a configuration such as M64C8T1e-4, M64P16C8 or M256, but got {shown!r}."
         )
-    parents, refined, children, threshold = match.groups()
+    parents, refined, children, threshold, stored = match.groups()
     if (refined is None) == (threshold is None) and not (refined is children is None):
         raise ValueError(
             f"expected either a threshold, as in M64C8T1e-4, or refined parents, as in M64P16C8, "
             f"but got {shown!r}."
         )
-    sizes = {"num_parents": int(parents), "num_children": int(children or 0)}
+    values: dict[str, Any] = {"num_parents": int(parents), "num_children": int(children or 0)}
+    if stored is not None:
+        values["codewords"] = "stored"
     if threshold is not None:
-        return sizes | {"threshold": float(threshold)}
-    return sizes | {"num_refined": int(refined or 0)}
+        return values | {"threshold": float(threshold)}
+    return values | {"num_refined": int(refined or 0)}
 
 
 def digits_of(value: float | None) -> str:

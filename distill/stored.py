@@ -115,20 +115,20 @@ class StoredAttention(nn.Module):
 
 
 def learn_attention(
-    model: nn.Module, config: AVQConfig, *, own: bool, diveq: bool
+    model: nn.Module, config: AVQConfig, *, diveq: bool
 ) -> dict[str, StoredAttention]:
     """Let a model's layers run AVQ that is trained; its other weights stay unchanged.
 
     Args:
         model: as in `apply_avq`.
-        config: layers, sizes and order.
-        own: whether codewords come from the keys of each call, so that nothing of AVQ learns.
+        config: layers, sizes and order. With `codewords="means"`, codewords come from the keys of
+            each call, and nothing of AVQ learns.
         diveq: as in `Quantizer`.
 
     Returns:
         The attention with codebooks that learn, by layer name; NaN until `start_codebooks`.
     """
-    if own:
+    if config.means:
         apply_avq(model, config, route="always")
         return {}
     stored = {

@@ -68,7 +68,7 @@ def make_student(
     if attention == "exact":
         train_attention(student, {layer.name: attend_exactly for layer in layers}, config)
     else:
-        learn_attention(student, config, own=config.codewords == "means", diveq=diveq)
+        learn_attention(student, config, diveq=diveq)
     for layer in layers:
         layer.attn.set_processor(TrainedProcessor())
     return student

@@ -16,6 +16,7 @@ NAMES = "num_parents", "num_refined", "num_children", "threshold"
         (" m64p16c8 ", (64, 16, 8, None), 192),
         ("M8P0C4", (8, 0, 4, None), 8),
         ("M256", (256, 0, 0, None), 256),
+        ("M64P16C8/stored", (64, 16, 8, None), 192),
         ("M64C8T1e-4", (64, None, 8, 1e-4), None),
         ("M64C8T0.02", (64, None, 8, 0.02), None),
         ("M64C8T0", (64, None, 8, 0), None),
@@ -23,13 +24,14 @@ NAMES = "num_parents", "num_refined", "num_children", "threshold"
         ("M256T2.5e-5", (256, None, 0, 2.5e-5), None),
     ],
 )
-def test_parses_both_forms(text, sizes, columns):
+def test_parses_all_forms(text, sizes, columns):
     config = AVQConfig.parse(text, levels=[1, 0, 1])
     assert config.levels == (0, 1)
     assert config.most_refined == (sizes[0] if sizes[2] else 0)
     assert tuple(getattr(config.spec, name) for name in NAMES) == sizes
     assert config.columns == columns
     assert str(config).lower() == text.strip().lower()
+    assert config.means != text.endswith("/stored")
 
 
 @pytest.mark.parametrize(

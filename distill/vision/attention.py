@@ -22,13 +22,13 @@ DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 def set_attention(
-    model: PreTrainedModel, avq: AVQConfig | None, *, own: bool, diveq: bool
+    model: PreTrainedModel, avq: AVQConfig | None, *, diveq: bool
 ) -> dict[str, StoredAttention]:
     """Replace the self-attention of all layers; the model's weights stay unchanged.
 
     Args:
         model: a model with exact attention.
-        avq, own: from `parse_attention`; exact attention changes nothing.
+        avq: its configuration; None is exact attention and changes nothing.
         diveq: as in `learn_attention`, which says what is returned.
 
     Raises:
@@ -43,7 +43,7 @@ def set_attention(
             raise ValueError(
                 f"attention with dropout cannot be replaced; set {name} of the model's config to 0."
             )
-    return learn_attention(model, avq, own=own, diveq=diveq)
+    return learn_attention(model, avq, diveq=diveq)
 
 
 def remove_attention(model: PreTrainedModel) -> None:

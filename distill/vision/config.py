@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
-from distill.codewords import parse_codewords
 from distill.config import CodebookConfig
 from distill.config_file import Config, Count, Positive, Weight
 
@@ -42,29 +41,25 @@ def _number(value: Any) -> Any:
     return float(value) if is_number else value
 
 
-def parse_attention(name: str, **fields: bool) -> tuple[AVQConfig | None, bool]:
-    """Parse `exact`, or a configuration as in `distill.codewords`.
+def parse_attention(name: str, **fields: bool) -> AVQConfig | None:
+    """Parse `exact`, which is None, or a configuration string.
 
     Args:
         name: the name.
         fields: other fields of configurations with stored codewords.
 
-    Returns:
-        The configuration, None for exact attention, and whether codewords come from the keys of
-        each call.
-
     Raises:
         ValueError: there is no such attention.
     """
     if name == "exact":
-        return None, False
+        return None
     if not name.startswith("M"):
         raise ValueError(
-            f"attention must be exact, or sizes such as M64C8T1e-4, M64P16C8, M192 or "
-            f"M64P16C8/own, but got {name!r}."
+            f"attention must be exact, or sizes such as M64C8T1e-4, M64P16C8 or M64P16C8/stored, "
+            f"but got {name!r}."
         )
-    config, own = parse_codewords(name)
-    return config if own else replace(config, **fields), own
+    config = AVQConfig.parse(name)
+    return config if config.means else replace(config, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)

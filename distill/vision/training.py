@@ -191,8 +191,8 @@ def open_run(config: VisionConfig, output: Path) -> VisionRun:
     model = load_model(config, classes)
     learner = Learner(model, config)
     images = learner.normalized(training.first(config.codebooks.start_images))
-    avq, own = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
-    layers = set_attention(model, avq, own=own, diveq=config.codebooks.diveq)
+    avq = parse_attention(config.attention, key_norm=config.codebooks.key_norm)
+    layers = set_attention(model, avq, diveq=config.codebooks.diveq)
     learner.layers = layers
     trainer = Trainer(
         model=learner,

@@ -66,14 +66,17 @@ KERNEL_PARTS = "table", "sd15", "joint", "gradients"
 FULL = {
     "table": Sizes(
         [Shape(4, 12, num_tokens, 64) for num_tokens in (1024, 4096, 16384, 65536)],
-        ("M256", "M512", "M64P8C8", "M64P16C8", "M64P16C8/own", "M128P8C8", "M128P16C8"),
+        (
+            *("M256/stored", "M512/stored", "M64P8C8/stored", "M64P16C8/stored", "M64P16C8"),
+            *("M128P8C8/stored", "M128P16C8/stored"),
+        ),
     ),
     "sd15": Sizes(
         [Shape(2, 8, n, 40) for n in (4096, 16384, 65536)]
         + [Shape(2, 8, n, 80) for n in (4096, 16384)],
-        ("M64P16C8", "M64P16C8/own"),
+        ("M64P16C8/stored", "M64P16C8"),
     ),
-    "joint": Sizes([Shape(1, 24, n, 128) for n in (4096, 16384)], ("M64P16C8/own", "M64C8T1e-4")),
+    "joint": Sizes([Shape(1, 24, n, 128) for n in (4096, 16384)], ("M64P16C8", "M64C8T1e-4")),
     # SD1.5 at 512 px: level 0 with 4 and 12 images, level 1 with 12. Then level 0 at 1024 px, level
     # 1 of SDXL, and a DiT.
     "gradients": Sizes(
@@ -81,12 +84,12 @@ FULL = {
             *(Shape(4, 8, 4096, 40), Shape(12, 8, 4096, 40), Shape(12, 8, 1024, 80)),
             *(Shape(4, 8, 16384, 40), Shape(4, 10, 4096, 64), Shape(2, 24, 4096, 128)),
         ],
-        ("M64P16C8/own", "M64C8T1e-4", "M128P32C8/own"),
+        ("M64P16C8", "M64C8T1e-4", "M128P32C8"),
     ),
 }
 TINY = dict.fromkeys(
     FULL,
-    Sizes([Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)], ("M8", "M4P2C2", "M4P2C2/own")),
+    Sizes([Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)], ("M8/stored", "M4P2C2/stored", "M4P2C2")),
 )
 
 

@@ -22,7 +22,7 @@ from avq_diffusers.attention.limits import LIMITS, matrix_instructions
 from avq_diffusers.attention.triton import call, gradients
 from avq_diffusers.attention.triton.launch import Launch, Pointer, each
 from avq_diffusers.attention.triton.problem import Layout, Problem
-from distill.codewords import parse_codewords
+from eval.methods.avq import Configuration
 from eval.store.markdown import markdown_table, rows_table
 
 Row = dict[str, Any]
@@ -153,7 +153,8 @@ def _worst(rows: Sequence[Row]) -> str:
 
 def launches(case: KernelCase) -> list[Launch]:
     """All launches of a call: the forward pass and, if served, gradients."""
-    config, is_own = parse_codewords(case.method)
+    method = Configuration.parse(case.method, levels=(0,))
+    config = method.config
     device, order = torch.device("cpu"), torch.int64
     tokens, sinks = (
         Layout(
@@ -172,8 +173,8 @@ def launches(case: KernelCase) -> list[Launch]:
         value=tokens,
         sinks=(sinks, sinks) if case.sinks else None,
         query_order=order,
-        key_order=order if is_own else None,
-        is_stored=not is_own,
+        key_order=order if method.own else None,
+        is_stored=not method.own,
         spec=spec,
         scale=0.1,
     )

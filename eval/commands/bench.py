@@ -45,7 +45,7 @@ def bench_attention_command(
     run_part(
         "attention",
         bench,
-        {"attention": Sizes(shapes, (config, f"{config}/own"))},
+        {"attention": Sizes(shapes, (f"{config}/stored", config))},
         output / f"bench_attention_{bench.device.type}.json",
     )
 
@@ -86,8 +86,8 @@ def bench_variants_command(
     ] = "80,86,89,90,100,120",
     head_dims: Annotated[str, typer.Option(help="Head dims.")] = "40,64,80,128",
     methods: Annotated[
-        str, typer.Option(help="Configurations, with stored codewords or with /own.")
-    ] = "M64P16C8,M64P16C8/own,M64C8T1e-4",
+        str, typer.Option(help="Configurations, with own codewords or /stored.")
+    ] = "M64P16C8/stored,M64P16C8,M64C8T1e-4",
     sinks: Annotated[str, typer.Option(help="Numbers of sink keys.")] = "0,333",
     output: Output = RESULTS,
 ) -> None:
@@ -130,7 +130,7 @@ def bench_steps_command(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: exact, avq (the default), limit, M64P16C8/own. For a UNet "
+            help="Comma-separated: exact, avq (the default), limit, M64P16C8. For a UNet "
             "also tome, tome@L01, linfusion, or a folder of codebooks; for a transformer "
             "pisa@.15, sol@1.3. eval/methods explains them."
         ),

@@ -19,9 +19,9 @@ SMALLEST = 64
 VIT = "vit"
 VIT_FOLDER = RESULTS / VIT
 METHODS = (
-    "exact,value-projection,M192,M384,M64P16C8,M128P32C8,M192/means,M384/means,M64P16C8/means,"
-    "M128P32C8/means,M192/own,M384/own,M768/own,M64P16C8/own,M64P32C8/own,M128P32C8/own,"
-    "M256P64C8/own,M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5"
+    "exact,value-projection,M192/stored,M384/stored,M64P16C8/stored,M128P32C8/stored,M192/means,"
+    "M384/means,M64P16C8/means,M128P32C8/means,M192,M384,M768,M64P16C8,M64P32C8,M128P32C8,"
+    "M256P64C8,M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5"
 )
 
 app = typer.Typer()
@@ -33,9 +33,9 @@ def keys_command(
         str | None,
         typer.Option(
             show_default="some 20",
-            help="Comma-separated: configurations with stored codewords (M64P16C8, M192), mean "
-            "keys (M64P16C8/means; neither for diffusers transformers), or codewords from the "
-            "call's own keys: with a threshold (M64C8T1e-4), or the paper's sizes (M64P16C8/own); "
+            help="Comma-separated: configurations with a threshold (M64C8T1e-4) or the paper's "
+            "sizes (M64P16C8, M192), stored codewords (M64P16C8/stored) or a codebook's cells with "
+            "mean keys (M64P16C8/means; neither for diffusers transformers); "
             "exact, value-projection; on a GPU also peers with their own kernels, pisa@.15 and "
             "sol@1.3.",
         ),

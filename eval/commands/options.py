@@ -32,9 +32,9 @@ Methods = Annotated[
     str,
     typer.Option(
         help="Comma-separated: words such as exact, value-projection (the control) or tome; "
-        "M64C8T1e-4, M64P16C8/own (codewords from the call's own keys) or M64P16C8 (calibrated); "
-        "folders of codebooks or of LinFusion layers. eval/methods and distill/codewords.py have "
-        "the whole grammar."
+        "M64C8T1e-4, M64P16C8 (codewords from the call's own keys) or M64P16C8/stored "
+        "(calibrated); folders of codebooks or of LinFusion layers. eval/methods has the whole "
+        "grammar."
     ),
 ]
 Model = Annotated[

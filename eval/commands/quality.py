@@ -48,7 +48,7 @@ app = typer.Typer()
 @app.command("tolerance")
 def tolerance_command(
     tolerances: Tolerances = "0.003,0.005,0.01,0.02,0.05,0.1",
-    methods: Methods = "M64P16C8/own,M192/own,M384/own",
+    methods: Methods = "M64P16C8,M192,M384",
     model: AnyModel = "mini-sd",
     probed: Annotated[int, typer.Option(min=1, help="Prompts to probe.")] = 4,
     prompts: Prompts = 24,
@@ -63,7 +63,7 @@ def tolerance_command(
 ) -> None:
     """Thresholds by their effect on the output against one, on prompts that were not probed.
 
-    Example: python -m eval tolerance --methods M64P16C8/own,tome@.25,tome@.5
+    Example: python -m eval tolerance --methods M64P16C8,tome@.25,tome@.5
     """
     from avq_diffusers import AVQConfig
     from avq_diffusers.mini.loading import usual_guidance

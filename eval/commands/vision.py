@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FEATURE_METHODS = (
-    "exact,value-projection,M192/own,M384/own,M32P8C8/own,M64P16C8/own,M128P32C8/own,"
+    "exact,value-projection,M192,M384,M32P8C8,M64P16C8,M128P32C8,"
     "M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5,"
-    "M64P0C8/own,M64P4C8/own,M64P8C8/own,M64P32C8/own,M64P64C8/own,"
+    "M64P0C8,M64P4C8,M64P8C8,M64P32C8,M64P64C8,"
     "M192,M64P16C8,M192/means,M64P16C8/means"
 )
 

@@ -63,7 +63,7 @@ def measured_method(name: str, words: Sequence[str]) -> AttentionMethod:
     if is_wrong:
         raise ValueError(
             f"methods here are {', '.join(words)} and configurations such as M64C8T1e-4, M64P16C8, "
-            f"M64P16C8/means and M64P16C8@P8/own, but got {name!r}."
+            f"M64P16C8/stored and M64P16C8@P8/means, but got {name!r}."
         )
     return method
 

@@ -1,8 +1,10 @@
-"""AVQ and flat VQ: a name as in `distill.codewords`, with these before its `/`, in this order.
+"""AVQ and flat VQ: a configuration string, with these suffixes before its `/`, in this order.
 
 @L01                    levels 0 and 1 instead of --levels
 -up_blocks.1            the layers of this block stay exact
 @P8                     8 refined parents
+
+`/means` in place of `/stored` takes cells and leaves from a codebook, and represents them by means.
 """
 
 import re
@@ -16,14 +18,13 @@ from typing_extensions import Self
 
 from avq_diffusers import AVQCodebooks, AVQConfig, calibrate, select_layers
 from avq_diffusers.hosts import has_unet
-from distill.codewords import parse_codewords
 from eval.methods.base import IMAGES, KEYS, STEPS, UNET_IMAGES, AttentionMethod
 from eval.methods.running import avq_in
 
 LEVELS = (0, 1)
 USUAL, COMPUTATION = AVQConfig(), ("query_tile", "query_order", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # its noise is shared with no image of a table
-FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/own)?")
+FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^\d@/][^@/]*))?(?:@P(\d+))?(/means|/stored)?")
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,15 @@ class Configuration(AVQMethod):
     @classmethod
     def parse(cls, name: str, levels: tuple[int, ...]) -> "Configuration":
         source, digits, exact, refined, form = FORM.fullmatch(name).groups()
-        config, own = parse_codewords(
-            source + (form or ""),
+        config = AVQConfig.parse(
+            source + ("/stored" if form == "/stored" else ""),
             levels=tuple(map(int, digits)) if digits else levels,
             exact=(exact,) if exact else (),
         )
         if refined is not None:
             config = replace(config, num_refined=int(refined))
-        return (Own if own else Stored)(name, source, config, own, config.levels)
+        made = Stored if form else Own
+        return made(name, source, config, own=form is None, levels=config.levels)
 
     def loaded(self, pipe: Any, levels: tuple[int, ...]) -> Self:
         if has_unet(pipe):
@@ -99,7 +101,7 @@ class Configuration(AVQMethod):
     def scheme(self) -> str:
         config = self.config
         parts = ["AVQ" if config.num_children else "flat VQ", "own" if self.own else "stored"]
-        if not self.own and config.codewords == "means":
+        if not self.own and config.means:
             parts.append("mean keys")
         if config.threshold is not None:
             parts.append("threshold")
@@ -109,7 +111,7 @@ class Configuration(AVQMethod):
 class Own(Configuration):
     """Codewords from the keys of each call."""
 
-    kind, example = "own", "M64C8T1e-4, M64P16C8/own"
+    kind, example = "own", "M64C8T1e-4, M64P16C8"
     places = (*IMAGES, *STEPS, KEYS)
     origin = "own"
 
@@ -117,7 +119,7 @@ class Own(Configuration):
 class Stored(Configuration):
     """Codewords from a codebook, calibrated first."""
 
-    kind, example = "stored", "M64P16C8"
+    kind, example = "stored", "M64P16C8/stored"
     places = (UNET_IMAGES, KEYS)
     origin = "calibrated"
 
@@ -133,10 +135,8 @@ def source_of(name: str) -> str:
 
 
 def config_label(config: AVQConfig, *, own: bool = False) -> str:
-    """Sizes and form of the codewords: `M64C8T1e-4`, `M64P16C8`, `M64/means`, `M64P16C8/own`."""
-    if own:
-        return str(config) if config.threshold is not None else f"{config}/own"
-    return f"{config}/means" if config.codewords == "means" else str(config)
+    """Sizes and form of the codewords: `M64C8T1e-4`, `M64P16C8/stored` or `M64P16C8/means`."""
+    return str(config) if own or not config.means else f"{config}/means"
 
 
 def method_name(config: AVQConfig, *, own: bool = False) -> str:
@@ -149,10 +149,8 @@ def method_name(config: AVQConfig, *, own: bool = False) -> str:
     forms = []
     if config.threshold is not None:
         forms.append(f"threshold {str(config).rpartition('T')[2]}")
-    elif own:
-        forms.append("own codewords")
-    if not own and config.codewords == "means":
-        forms.append("mean keys")
+    if not own:
+        forms.append("mean keys" if config.means else "stored codewords")
     return ", ".join([name, *forms])
 
 

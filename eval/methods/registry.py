@@ -1,6 +1,6 @@
 """The attentions that are compared, by name.
 
-A name is a word (`exact`, `pisa@.15`), a configuration (`M64C8T1e-4`, `M64P16C8/own`) or a folder;
+A name is a word (`exact`, `pisa@.15`), a configuration (`M64C8T1e-4`, `M64/stored`) or a folder;
 the module of each class says what its names mean. A new competitor is one class in one file, and
 one entry here.
 """

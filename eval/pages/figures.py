@@ -21,13 +21,12 @@ from eval.store.report import complete, read_result
 
 Row = dict[str, Any]
 FINE, DEFAULT, COARSE = "M64C8T2.5e-5", "M64C8T1e-4", "M64C8T4e-4"
-PAPER, FLAT = "M64P16C8/own", "M192/own"
+PAPER, FLAT = "M64P16C8", "M192"
 # What the quality page shows, in this order.
 COMPARED = [DEFAULT, PAPER, FLAT, TOME, "eval/results/distilled/mini_linfusion", NO_ATTENTION]
 STEPS = "speed/bench_steps_cuda.json"
 UNSTEADY = 0.2  # range of a row's times, relative to their median, from which a footnote says so
 PARALLEL = "speed/bench_parallel_cuda_x2.json"
-OWN = ", own codewords"  # true for all rows, so labels omit it
 OWN_SCHEME = ", own"
 OPERATIONS = ("attention_cpu", "kernels_sd15_cuda", "kernels_joint_cuda")
 LABELS = {
@@ -387,8 +386,8 @@ def calls_of(path: Path) -> list[Row]:
     file, found = File(path, [*shape, "method"], "ms"), []
     for *call, method in file.rows:
         if method == "default SDPA":
-            own = (*call, f"AVQ 64/16/8{OWN}") in file.rows
-            avq = file.rows[(*call, f"AVQ 64/16/8{OWN if own else ''}")]
+            own = (*call, "AVQ 64/16/8") in file.rows
+            avq = file.rows[(*call, f"AVQ 64/16/8{'' if own else ', stored codewords'}")]
             times = {"exact": file.rows[(*call, method)]["ms"], "avq": avq["ms"]}
             facts = {"device": file.device, "codewords": "own" if own else "stored"}
             found.append(dict(zip(shape, call, strict=True)) | times | facts)
@@ -412,7 +411,7 @@ def files_of(folder: Path, *patterns: str) -> list[Path]:
 def label_of(row: Mapping[str, Any]) -> str:
     """The attention in words."""
     name = row.get("config") or row["method"]
-    label = LABELS.get(name) or method_label(name).replace(OWN, "")
+    label = LABELS.get(name) or method_label(name)
     return f"{label}, distilled" if row.get("origin") == "distilled" else label
 
 

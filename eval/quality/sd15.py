@@ -54,7 +54,7 @@ ROWS = {
     "m64p16c8": TableRow("AVQ M64P16C8"),
     "m128p32c8": TableRow("AVQ M128P32C8"),
     "m64p16c8_level1": TableRow("AVQ M64P16C8, levels 0 and 1"),
-    "own_m64p16c8": TableRow("AVQ M64P16C8, own codewords", "M64P16C8@L0/own"),
+    "own_m64p16c8": TableRow("AVQ M64P16C8, own codewords", "M64P16C8@L0"),
     "own_m64c8t1e-4_level1": TableRow("AVQ M64C8T1e-4, levels 0 and 1", "M64C8T1e-4@L01"),
 }
 # FID, CLIP score and milliseconds per step, by row and size.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOME = "--capabilities 90 --head-dims 16 --methods M16C4T1e-4 --sinks 0"
 OTHER_SIZES = (
     "--capabilities 80,90,120 --head-dims 64 --sinks 0 --methods "
-    "M128P32C8,M128P32C8/means,M128P32C8/own,M64P16C32/own,M192/own,M128C16T1e-4"
+    "M128P32C8/stored,M128P32C8/means,M128P32C8,M64P16C32,M192,M128C16T1e-4"
 )
 KERNELS = {"sort", "aggregate", "select", "attend"}
 KERNELS |= {"query_gradients", "row_gradients", "key_gradients"}

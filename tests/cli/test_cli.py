@@ -236,7 +236,7 @@ def test_options_reach_the_image_and_the_sheet(generate, codebooks):
     assert code == 0
     assert written() == ["a[x].png", "a[x]_sheet.png"]
     assert "image:a[x].png" in output  # no markup
-    assert "M4P0C2AVQ(torchbackend)" in output
+    assert "M4P0C2/storedAVQ(torchbackend)" in output
     # Stable Diffusion pipelines silently drop a height without a width, and the reverse.
     run = {"seed": 3, "guidance_scale": 30, "negative_prompt": "blue", "height": 64, "width": 128}
     pipe = two_level_pipe()
@@ -365,7 +365,7 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
     assert code == 0
     assert "my-codebooks" in output
     loaded = AVQCodebooks.from_pretrained("my-codebooks")
-    assert str(loaded.avq_config) == "M4P2C2"
+    assert str(loaded.avq_config) == "M4P2C2/stored"
     assert loaded.avq_config.levels == (0, 1)
     expected = [name for name in names[1:] if not name.startswith("up_blocks")]
     assert list(loaded.layer_specs) == expected
@@ -485,8 +485,8 @@ def test_layers_with_fewer_parents_refine_all_of_theirs():
     (choose,) = bench.compared(pipe, codebooks, request, Dial(num_refined=[4])).values()
     choose()
     shown = {row.name: row.config for row in summary(pipe).rows if row.config}
-    assert shown.pop(small) == "M3P3C2"
-    assert set(shown.values()) == {"M4P4C2"}
+    assert shown.pop(small) == "M3P3C2/stored"
+    assert set(shown.values()) == {"M4P4C2/stored"}
 
 
 def test_choices_run_beside_exact_images(monkeypatch):

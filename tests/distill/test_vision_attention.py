@@ -57,22 +57,22 @@ def test_other_models_are_refused():
         next(keys_of_images(model, images))
 
 
-@pytest.mark.parametrize("attention", ["M8P8C4", "M8P8C4/own"])
+@pytest.mark.parametrize("attention", ["M8P8C4/stored", "M8P8C4"])
 def test_dropout_of_attention_is_refused(attention):
     """Its layers would run exact attention in training."""
-    avq, own = parse_attention(attention)
+    avq = parse_attention(attention)
     for make, name in (
         (ViTConfig, "attention_probs_dropout_prob"),
         (DINOv3ViTConfig, "attention_dropout"),
     ):
         model = AutoModel.from_config(make(**WIDE, **{name: 0.5}))
         with pytest.raises(ValueError, match=f"set {name} of the model's config to 0"):
-            set_attention(model, avq, own=own, diveq=False)
+            set_attention(model, avq, diveq=False)
 
 
-def stored(name="M8P2C4", *, key_norm=False):
+def stored(name="M8P2C4/stored", *, key_norm=False):
     query, key, value = tensors()
-    config, _ = parse_attention(name, key_norm=key_norm)
+    config = parse_attention(name, key_norm=key_norm)
     layer = StoredAttention(2, 16, config, diveq=False)
     keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
     layer.start(keys, keys_per_step=2 * 90.0, seed=0)
@@ -83,7 +83,7 @@ def stored(name="M8P2C4", *, key_norm=False):
 def test_training_is_inference_with_all_parents_refined():
     """Catches a centre that the sinks do not share, sinks that are quantized, and gradients that
     are not straight-through."""
-    attend, layer, query, key, value = stored("M8P8C4")
+    attend, layer, query, key, value = stored("M8P8C4/stored")
     key, query = key + 3, 2 * query
     tokens = [x.requires_grad_() for x in (query, key, value)]
     grad = torch.randn_like(query)
@@ -98,7 +98,7 @@ def test_training_is_inference_with_all_parents_refined():
     layer.quantizer.register_forward_hook(lambda module, keys, leaves: seen.append(keys[0]))
     attend(query, torch.cat([100 * key[:, :, :1], key[:, :, 1:]], dim=2), value)
     assert torch.equal(seen[0], key[:, :, 1:])
-    attend, layer, *tokens = stored("M8P2C4")
+    attend, layer, *tokens = stored("M8P2C4/stored")
     trained = attend(*tokens)
     layer.eval()
     assert not torch.allclose(attend(*tokens), trained, rtol=1e-2)
@@ -118,7 +118,7 @@ def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
     model, images = tiny_vision(), torch.randn(2, 3, 64, 64)
     before, names = model(images).last_hidden_state, model.state_dict().keys()
     first, _ = keys_of_images(model, images)
-    layers = set_attention(model, AVQConfig.parse("M8P2C4"), own=False, diveq=False)
+    layers = set_attention(model, AVQConfig.parse("M8P2C4/stored"), diveq=False)
     sizes = {"num_images": 2, "images_per_step": 4, "keys_per_layer": 64}
     start_codebooks(layers, keys_of_images(model, images), seed=0, **sizes)
     replaced = model(images).last_hidden_state
@@ -136,12 +136,11 @@ def test_codebooks_start_from_keys_of_exact_attention_and_are_removed():
 
 
 def test_names():
-    for name in ("M64P16", "swim", "M8P2C4/mean", "M8P2C4/own2", "M8P9C4"):
+    for name in ("M64P16", "swim", "M8P2C4/means", "M8P2C4/own", "M8P9C4"):
         with pytest.raises(ValueError, match=r"configuration|attention must be|num_refined"):
             parse_attention(name)
-    assert parse_attention("exact", key_norm=True) == (None, False)
-    assert parse_attention("M8P2C4/own")[1]
-    assert not parse_attention("M8P2C4/means")[1]
-    assert parse_attention("M8P2C4", key_norm=True)[0].key_norm
-    assert not parse_attention("M8P2C4/own", key_norm=True)[0].key_norm
-    assert parse_attention("M8")[0].codewords == "stored"
+    assert parse_attention("exact", key_norm=True) is None
+    assert parse_attention("M8P2C4").means
+    assert parse_attention("M8P2C4/stored", key_norm=True).key_norm
+    assert not parse_attention("M8P2C4", key_norm=True).key_norm
+    assert parse_attention("M8/stored").codewords == "stored"

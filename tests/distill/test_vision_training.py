@@ -158,7 +158,11 @@ def test_the_loss_falls_and_the_score_rises(place, tmp_path):
 @pytest.fixture(scope="module")
 def run(place, tmp_path_factory):
     """A finished run with stored codewords, its configuration and its figures."""
-    changes = {"attention": "M4P2C2", "codebooks.key_norm": "true", "codebooks.dead_every": 2}
+    changes = {
+        "attention": "M4P2C2/stored",
+        "codebooks.key_norm": "true",
+        "codebooks.dead_every": 2,
+    }
     config = settings(place, **changes)
     folder = tmp_path_factory.mktemp("run")
     return folder, config, fine_tune(config, folder, resume=False)
@@ -169,7 +173,7 @@ def test_what_was_trained_is_what_is_loaded(place, run, tmp_path, task):
     """Catches codebooks of another layer, a lost key norm, and a head or a norm left behind."""
     folder, config, figures = run
     if task == "segmentation":  # without a key norm
-        folder, config = tmp_path, settings(place, task, attention="M4P2C2")
+        folder, config = tmp_path, settings(place, task, attention="M4P2C2/stored")
         figures = fine_tune(config, folder, resume=False)
     exact = replace(config, attention="exact", model=str(folder / "model"))
     loaded = open_run(exact, tmp_path / "none")
@@ -185,7 +189,7 @@ def test_what_was_trained_is_what_is_loaded(place, run, tmp_path, task):
 def test_codebooks_are_updated_once_a_step_by_all_its_keys(place, tmp_path):
     """Catches an update for each micro-batch, and one that sees the last micro-batch only."""
     changes = {f"codebooks.{name}": 0.0 for name in ("decay_start", "decay_end")}
-    changes |= {"attention": "M4P2C2", "codebooks.dead_threshold": "null"}
+    changes |= {"attention": "M4P2C2/stored", "codebooks.dead_threshold": "null"}
     run = open_run(settings(place, **changes, **{"trainer.max_steps": 1}), tmp_path)
     run.start_codebooks()
     run.trainer.train()
@@ -217,7 +221,7 @@ def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path):
     """Catches weights that Trainer loses, and images or flips of another epoch after it; half a
     checkpoint that is resumed from, or spoils the one that overwrites it; with gradient
     checkpointing, layers that attend otherwise."""
-    changes = {"attention": "M4P2C2", "trainer.max_steps": 7, **saving(5)}
+    changes = {"attention": "M4P2C2/stored", "trainer.max_steps": 7, **saving(5)}
     fine_tune(settings(place, **changes), tmp_path, resume=False)
     shutil.copytree(tmp_path, tmp_path / "whole")
     shutil.rmtree(tmp_path / "model")
@@ -265,7 +269,7 @@ def test_the_best_checkpoint_is_kept(place, tmp_path):
 @pytest.mark.long
 def test_two_processes_end_in_the_same_weights(place, tmp_path):
     """Catches statistics that are not summed over processes, and a fight for the folder."""
-    changes = {"attention": "M4P2C2", "codebooks.dead_threshold": "null"}
+    changes = {"attention": "M4P2C2/stored", "codebooks.dead_threshold": "null"}
     of_two = {**changes, "trainer.gradient_accumulation_steps": 1}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     environment["HF_DATASETS_CACHE"] = str(tmp_path / "sets")

@@ -19,7 +19,8 @@ from eval.keys.calls import relative_error
 
 CPU = torch.device("cpu")
 TWO_SIZES = [Shape(1, 2, 16, 16), Shape(1, 2, 36, 16)]
-TINY_METHODS = ["M8", "M4P2C2", "M4P2C2/own"]
+STORED = ", stored codewords"
+TINY_METHODS = ["M8/stored", "M4P2C2/stored", "M4P2C2"]
 SHAPE = Shape(2, 2, 150, 16)  # N is no multiple of the query tile
 
 
@@ -65,7 +66,7 @@ def test_time_in_turns_runs_every_set_and_divides():
 
 
 def every_contender(bench, sets, flat, adaptive):
-    avq = [bench.avq(sets, name) for name in (flat, adaptive, f"{adaptive}/own")]
+    avq = [bench.avq(sets, name) for name in (f"{flat}/stored", f"{adaptive}/stored", adaptive)]
     return [*bench.exact(sets), *avq]
 
 
@@ -74,7 +75,7 @@ def test_every_contender_is_what_it_is_called(bench):
     sets = bench.inputs(SHAPE)
     rivals = every_contender(bench, sets, "M8", "M8P2C4")
     rows = bench.rows(rivals, sets)
-    names = ["default SDPA", "FA2", "cuDNN", "VQ 8", "AVQ 8/2/4", "AVQ 8/2/4, own codewords"]
+    names = ["default SDPA", "FA2", "cuDNN", f"VQ 8{STORED}", f"AVQ 8/2/4{STORED}", "AVQ 8/2/4"]
     assert [row["method"] for row in rows] == names
     timed = {row["method"]: row for row in rows if row["ms"] is not None}
     assert list(timed) == [name for name in names if name not in ("FA2", "cuDNN")]
@@ -84,18 +85,18 @@ def test_every_contender_is_what_it_is_called(bench):
         assert row["spread"] >= 0
         assert row["over_sdpa"] == pytest.approx(row["ms"] / timed["default SDPA"]["ms"])
     assert rows[1]["note"] == "FA2 needs a CUDA device"
-    stored, own = timed["AVQ 8/2/4"], timed["AVQ 8/2/4, own codewords"]
+    stored, own = timed[f"AVQ 8/2/4{STORED}"], timed["AVQ 8/2/4"]
     assert stored["effective_codewords"] == own["effective_codewords"] == 16
-    assert (stored["config"], own["config"]) == ("M8P2C4", "M8P2C4/own")
+    assert (stored["config"], own["config"]) == ("M8P2C4/stored", "M8P2C4")
     assert own["over_stored"] == pytest.approx(own["ms"] / stored["ms"])
     assert stored["over_stored"] is None
 
     by_name = {rival.name: rival for rival in rivals}
     for name, other in (
-        ("AVQ 8/2/4", "VQ 8"),
-        ("default SDPA", "AVQ 8/2/4"),
-        ("VQ 8", "default SDPA"),
-        ("AVQ 8/2/4, own codewords", "AVQ 8/2/4"),
+        (f"AVQ 8/2/4{STORED}", f"VQ 8{STORED}"),
+        ("default SDPA", f"AVQ 8/2/4{STORED}"),
+        (f"VQ 8{STORED}", "default SDPA"),
+        ("AVQ 8/2/4", f"AVQ 8/2/4{STORED}"),
     ):
         impostor = Contender(name, by_name[other].run, by_name[name].expected)
         (row,) = bench.rows([impostor], sets)
@@ -134,7 +135,7 @@ def test_sinks_are_attended_to(bench, monkeypatch):
     sets = bench.inputs(SHAPE)
     sinks = [(key, torch.full_like(value, 9.0)) for key, value in sets.sinks(3)]
     monkeypatch.setattr(sets, "sinks", lambda number: sinks)
-    without, with_sinks = (bench.avq(sets, "M4P2C2/own", num_sinks=n) for n in (0, 3))
+    without, with_sinks = (bench.avq(sets, "M4P2C2", num_sinks=n) for n in (0, 3))
     exact, *_ = bench.exact(sets, 3)
     assert sinks[0][0].shape == (2, 2, 3, 16)
     assert with_sinks.run(1).mean() > without.run(1).mean() + 0.01 < exact.run(1).mean()
@@ -150,13 +151,13 @@ def test_gradients_are_those_of_all_three_inputs(bench, monkeypatch):
         return compute(output, tensors, *more)
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    sizes = {"gradients": Sizes([Shape(1, 2, 2048, 16)], ["M4P2C2/own"])}
+    sizes = {"gradients": Sizes([Shape(1, 2, 2048, 16)], ["M4P2C2"])}
     ((exact, _, _, avq),) = part_rows(bench, "gradients", sizes)
     assert len(inputs) >= 4 * bench.effort.rounds
     assert {*inputs} == {3}
     for row in (exact, avq):
         assert min(row["forward_ms"], row["ms"]) > 0
-    assert avq["method"] == "AVQ 4/2/2, own codewords"
+    assert avq["method"] == "AVQ 4/2/2"
     assert 0 < avq["error"] < 1e-5
     assert avq["over_sdpa"] == pytest.approx(avq["ms"] / exact["ms"])
 
@@ -164,13 +165,13 @@ def test_gradients_are_those_of_all_three_inputs(bench, monkeypatch):
 def test_attention_beyond_its_limit_is_not_timed(bench, monkeypatch):
     monkeypatch.setattr(parts, "MOST_EXACT_TOKENS", 64)
     shapes = [Shape(1, 1, n, 8) for n in (64, 90)]  # a square grid, and a row
-    sizes = {"attention": Sizes(shapes, ["M4P2C2", "M4P2C2/own"])}
+    sizes = {"attention": Sizes(shapes, ["M4P2C2/stored", "M4P2C2"])}
     small, large = part_rows(bench, "attention", sizes)
-    avq = ["AVQ 4/2/2", "AVQ 4/2/2, own codewords"]
+    avq = [f"AVQ 4/2/2{STORED}", "AVQ 4/2/2"]
     assert [row["method"] for row in small] == ["default SDPA", *avq]
     assert [row["method"] for row in large] == avq
     line = kernels.kernels_table([*small, *large]).splitlines()[-1]
-    assert line.startswith("| B1 H1 N90 D8 | AVQ 4/2/2, own codewords | ")
+    assert line.startswith("| B1 H1 N90 D8 | AVQ 4/2/2 | ")
 
 
 @pytest.mark.parametrize("part", parts.KERNEL_PARTS)
@@ -185,7 +186,7 @@ def test_the_commands_write_rows(part, tmp_path, monkeypatch):
     assert all(row["error"] < 1e-4 for row in rows if row.get("error") is not None)
     assert {row["part"] for row in rows} == {part}
     assert [row["tokens"] for row in rows] == [16] * (len(rows) // 2) + [36] * (len(rows) // 2)
-    avq = [row for row in rows if row.get("config") == "M4P2C2/own" and row["tokens"] == 16]
+    avq = [row for row in rows if row.get("config") == "M4P2C2" and row["tokens"] == 16]
     if part == "sd15":
         assert all(f" | {row['over_stored']:.3f} | " in printed for row in avq)
     elif part == "joint":

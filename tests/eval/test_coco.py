@@ -324,7 +324,7 @@ def test_methods_change_images_and_codebooks_are_kept(place, exact):
     """Catches a method that is not applied, and a restart that calibrates anew."""
     assert generate(place, "avq", method=f"{place / 'codebooks'}@P1", images=2) == (0, "", "")
     (place / "prompts.txt").write_text("a fox\n")
-    calibrated = {"method": "M3", "calibration": place / "prompts.txt", "images": 2}
+    calibrated = {"method": "M3/stored", "calibration": place / "prompts.txt", "images": 2}
     assert generate(place, "m3", **calibrated)[0] == 0
     made = [images(place / name) for name in ("exact", "avq", "m3")]
     for first, second in pairwise([*made, made[0]]):

@@ -61,9 +61,9 @@ def subject():
 def test_errors_on_a_tiny_vit():
     """A codeword for every key is exact, own or stored, and so is every key itself. Catches
     codebooks of other layers and an order of other tokens."""
-    fine = ["M16/own", "M8C2T0", "M48", "M48/means"]
+    fine = ["M16", "M8C2T0", "M48/stored", "M48/means"]
     one = subject()
-    rows = measure(one, ["exact", *fine, "M8", "value-projection"], min_tokens=9)
+    rows = measure(one, ["exact", *fine, "M8/stored", "value-projection"], min_tokens=9)
     exact, *fine, coarse, control = rows
     assert exact["error"] == exact["features_off"] == 0
     for row in fine:
@@ -88,7 +88,7 @@ def test_errors_on_a_tiny_vit():
 
 def test_columns_are_those_that_tiles_attend_to():
     """Catches columns of another layer or threshold, or of codewords without keys."""
-    one, names = subject(), ["M4C2T1e-3", "M4C2T0.1", "M4P2C2/own", "M4/own"]
+    one, names = subject(), ["M4C2T1e-3", "M4C2T0.1", "M4P2C2", "M4"]
     rows = measure(one, names, min_tokens=9)
     columns = [row["columns"] for row in rows]
     assert 16 >= columns[0] > columns[1] > columns[3] == 4
@@ -109,7 +109,7 @@ def test_columns_are_those_that_tiles_attend_to():
 def test_layers_are_replaced_by_their_tokens_and_together():
     """Catches features that are off because of layers with other numbers of tokens, steps that are
     not measured, and rows of all layers that lack some."""
-    pipe, names = tiny_pipe(), ["M8/own", "value-projection"]
+    pipe, names = tiny_pipe(), ["M8", "value-projection"]
     one = subject_of(pipe, 64, 1, ["a red fox", "a blue fox"])
     assert len(one.tests) == 3
     rows = measure(one, names, min_tokens=16)
@@ -141,7 +141,7 @@ def test_a_text_is_beside_the_image(tmp_path):
     assert not subjects.takes_stored(pipe)
     one = subject_of(pipe, 128, 1, ["a red fox"])
     one = replace(one, tests=one.tests[:1])
-    own, coarse, control = measure(one, ["M256/own", "M8/own", "value-projection"], min_tokens=256)
+    own, coarse, control = measure(one, ["M256", "M8", "value-projection"], min_tokens=256)
     assert own["tokens"] == 256
     assert max(own["worst"], own["features_off"]) < 1e-5
     assert 1e-3 < coarse["error"] < control["error"]
@@ -190,7 +190,7 @@ def test_frames_attend_to_each_other():
         ("M64@L0", "methods here are exact"),
         ("tome", "methods here are exact"),
         ("M64P16C8-encoder.layer.0", "none can stay exact in"),
-        ("M4P8C2/own", "num_refined must be at most"),
+        ("M4P8C2", "num_refined must be at most"),
     ],
 )
 def test_a_wrong_method_is_refused(name, message):
@@ -252,7 +252,7 @@ def test_a_model_of_few_tokens_is_refused():
     with pytest.raises(
         ValueError, match="at 56 pixels, the model has no self-attention of 1024 tokens"
     ):
-        measure(subject(), ["M8/own"])
+        measure(subject(), ["M8"])
 
 
 def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     tiny_vit().save_pretrained(tmp_path / "model")
     noise = np.random.default_rng(4).integers(0, 256, (60, 80, 3), np.uint8)
     monkeypatch.setattr(photographs, "_read", lambda name: np.roll(noise, len(name)))
-    arguments = ["--images", 1, "--sizes", 448, "--methods", "exact,M8,M8/own"]
+    arguments = ["--images", 1, "--sizes", 448, "--methods", "exact,M8/stored,M8"]
     arguments += ["--model", tmp_path / "model", "--output", tmp_path, "--dtype", "bfloat16"]
     run_command("keys", *arguments)
     path = tmp_path / "keys_model_cpu_bfloat16.json"

@@ -30,9 +30,9 @@ from eval.methods.registry import EXACT, METHOD_COLUMNS, NO_ATTENTION, TOME, par
 @pytest.mark.parametrize(
     ("name", "fails"),
     [
-        *((name, True) for name in (EXACT, NO_ATTENTION, TOME, "M4P2C2/own", "LINFUSION")),
+        *((name, True) for name in (EXACT, NO_ATTENTION, TOME, "M4P2C2", "LINFUSION")),
         ("DISTILLED", True),
-        ("M4P2C2", False),
+        ("M4P2C2/stored", False),
     ],
 )
 def test_attention_method_puts_everything_back(name, fails, distilled, linfusion):
@@ -58,11 +58,11 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
     [
         ("M4C2T0.01@L01", AVQConfig.parse("M4C2T0.01", levels=(0, 1))),
         (
-            "M4C2T1e-4-up_blocks/own",
+            "M4C2T1e-4-up_blocks",
             AVQConfig.parse("M4C2T1e-4", levels=(0,), exact=("up_blocks",)),
         ),
         (
-            "M4P1C2-up_blocks@P3/own",
+            "M4P1C2-up_blocks@P3",
             AVQConfig.parse("M4P3C2", levels=(0,), exact=("up_blocks",)),
         ),
     ],
@@ -80,7 +80,9 @@ def test_own_codewords_are_those_of_apply_avq(name, config):
 def test_methods_change_their_levels_only(distilled):
     """Also fails where a GPU would run exact attention because it is faster there."""
     pipe = two_level_pipe()
-    without, calibrated, loaded = prepare(pipe, NO_ATTENTION, "M4P2C2", str(distilled), levels=(1,))
+    without, calibrated, loaded = prepare(
+        pipe, NO_ATTENTION, "M4P2C2/stored", str(distilled), levels=(1,)
+    )
     for method, levels in ((without, {1}), (calibrated, {1}), (loaded, {0, 1})):
         with attention_method(pipe, method):
             assert {row.level for row in summary(pipe).rows if row.config} == levels
@@ -100,7 +102,7 @@ def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
         assert torch.equal(drawn, draw(pipe))
         remove_avq(pipe)
         facts = method.facts()
-        assert facts["config"] == f"M4P{num_refined}C2"
+        assert facts["config"] == f"M4P{num_refined}C2/stored"
         assert facts["effective_codewords"] == 4 + 2 * num_refined
         assert facts["origin"] == "distilled"
         assert facts["levels"] == [0, 1]
@@ -111,7 +113,7 @@ def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
     folders = [shutil.copytree(path, tmp_path / path.name) for path in (distilled, linfusion)]
 
     def digests():
-        names = [*map(str, folders), f"{folders[0]}@P0", "M4P2C2", EXACT]
+        names = [*map(str, folders), f"{folders[0]}@P0", "M4P2C2/stored", EXACT]
         return [method.sha256 for method in load_methods(two_level_pipe(), names, levels=(0,))]
 
     before = digests()
@@ -131,7 +133,7 @@ def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
     remove_linfusion(pipe)
     exact = draw(pipe)
     assert (expected - exact).abs().max() > 1e-3
-    layers, codebooks = prepare(pipe, str(linfusion), "M4", levels=(0,))
+    layers, codebooks = prepare(pipe, str(linfusion), "M4/stored", levels=(0,))
     assert layers.levels == (1,)
     assert torch.equal(draw(pipe), exact)
     for _ in range(2):
@@ -143,29 +145,36 @@ def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
 
 
 def test_what_rows_say_of_their_methods(linfusion):
-    methods = prepare(two_level_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
+    methods = prepare(
+        two_level_pipe(), EXACT, NO_ATTENTION, "M6/stored", "M4P2C2@P3/stored", str(linfusion)
+    )
     rows = [method.facts() for method in methods]
     cells = [" | ".join(column(row) for column in METHOD_COLUMNS.values()) for row in rows]
-    expected = ["exact | -", "value-projection | -", "M6 | 6", "M4P2C2@P3 (M4P3C2) | 10"]
+    expected = [
+        "exact | -",
+        "value-projection | -",
+        "M6/stored | 6",
+        "M4P2C2@P3/stored (M4P3C2/stored) | 10",
+    ]
     assert cells == [*expected, f"{linfusion} (LinFusion) | -"]
     origins = [None, None, "calibrated", "calibrated", "distilled"]
     assert [method.origin for method in methods] == origins
     assert methods[-1].facts()["effective_codewords"] is None
     assert methods[-1].facts()["levels"] == [1]
-    method, own = prepare(two_level_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own")
-    assert method.facts()["config"] == "M4P1C2, up_blocks exact"
+    method, own = prepare(two_level_pipe(), "M4P2C2-up_blocks@P1/stored", "M4P2C2-up_blocks@P1")
+    assert method.facts()["config"] == "M4P1C2/stored, up_blocks exact"
     assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
     mixed = AVQConfig.parse("M4P2C2", levels=(0, 1), overrides={"1": {"num_parents": 8}})
     books = random_codebooks(two_level_unet(), mixed)
     facts = Folder("x", "x", levels=(0, 1), codebooks=books).facts()
     # Three layers of 4 + 2 x 2 codewords, and one of 8 + 2 x 2.
-    assert (facts["effective_codewords"], facts["config"]) == (9, "M4P2C2, M8P2C2")
+    assert (facts["effective_codewords"], facts["config"]) == (9, "M4P2C2/stored, M8P2C2/stored")
     unusual = {"query_tile": 16, "query_order": "random", "key_norm": True}
     codebooks = random_codebooks(two_level_unet(), AVQConfig.parse("M4P2C2", **unusual))
     assert Folder("x", "x", levels=(0,), codebooks=codebooks).facts()["fields"] == unusual
     assert own.facts() == {
         "method": own.name,
-        "config": "M4P1C2/own, up_blocks exact",
+        "config": "M4P1C2, up_blocks exact",
         "origin": "own",
         "sha256": None,
         "levels": [0],
@@ -239,7 +248,7 @@ def test_mistakes_are_found_before_the_first_image(
         name = name.replace(word, str(folder))
     pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        prepare(pipe, "M4P2C2", name, levels=levels)
+        prepare(pipe, "M4P2C2/stored", name, levels=levels)
     assert pipe.unet.attn_processors == before
 
 

@@ -127,7 +127,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("bench steps --models sd3", "models must be some of sd15, sdxl, sd35-medium"),
         ("bench steps --methods xformers", "methods must be exact, "),
         ("bench steps --methods sol@1.3 --models sd15", "but got 'sol@1.3'"),
-        ("bench steps --methods M64P16C8 --models flux", "for steps of a transformer are exact"),
+        ("bench steps --methods M64/stored --models flux", "for steps of a transformer are exact"),
         ("bench steps --runs jit", "runs must be eager, compiled, but got 'jit'"),
         ("bench steps --models flux@100", "sizes must be multiples of 16 from 64 on, but got 100"),
         ("bench steps --models wan@512", "sizes must be 480 or 720 for one block of W"),

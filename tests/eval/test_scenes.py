@@ -161,7 +161,7 @@ def test_sizes_are_refused_before_the_work():
     pipe, settings = two_level_pipe(), Sampling(size=192, is_dilated=True)
     pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
     with pytest.raises(ValueError, match="there are ScaleCrafter settings for 256 x 256"):
-        score(pipe, ["M4"], [sample_scene(0)], None, settings)
+        score(pipe, ["M4/stored"], [sample_scene(0)], None, settings)
 
 
 def test_dilation_is_applied_and_told():
@@ -186,7 +186,7 @@ def test_scenes_of_a_compiled_unet(tiny_scorer, monkeypatch):
     compile_unet = partial(torch.nn.Module.compile, pipe.unet, backend="eager")
     monkeypatch.setattr(pipe.unet, "compile", compile_unet, raising=False)
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    methods = [EXACT, "M4P2C2"]
+    methods = [EXACT, "M4P2C2/stored"]
 
     settings = Sampling(num_inference_steps=2, size=128)
     plain = score(pipe, methods, shown, tiny_scorer, settings)

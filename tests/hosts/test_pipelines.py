@@ -330,7 +330,7 @@ def test_summary(pipe, codebooks):
     report = summary(pipe)
     rows = {row.name: row for row in report.rows}
     row = rows[LAYER]
-    assert (row.level, row.num_heads, row.head_dim, row.config) == (0, 2, 8, "M4P2C2")
+    assert (row.level, row.num_heads, row.head_dim, row.config) == (0, 2, 8, "M4P2C2/stored")
     assert row.calls == {"AVQ": 2, "disabled": 1}
     other = rows["mid_block.attentions.0.transformer_blocks.0.attn1"]
     assert (other.level, other.config, other.runs) == (3, "", "exact: level 3 not chosen")
@@ -340,9 +340,9 @@ def test_summary(pipe, codebooks):
     assert header.split() == names
     calls = "AVQ: 2, disabled: 1"
     short = LAYER.removesuffix(".transformer_blocks.0.attn1")  # what all layers share
-    cells = [short, "0", "2x8", "M4P2C2", "AVQ (torch backend)", "8", "256", calls]
+    cells = [short, "0", "2x8", "M4P2C2/stored", "AVQ (torch backend)", "8", "256", calls]
     assert first.split() == " ".join(cells).split()
-    assert first.index("M4P2C2") == header.index("config")
+    assert first.index("M4P2C2/stored") == header.index("config")
     assert report.cells()[1] == cells
     without = summary(remove_avq(pipe)).rows
     assert {row.runs for row in without} == {"exact: AttnProcessor2_0"}

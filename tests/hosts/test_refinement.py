@@ -61,17 +61,17 @@ def test_plan(avq_unet, codebooks):
     assert set_num_refined(avq_unet, plan) is avq_unet
     expected = {}
     for name in codebooks.layer_specs:
-        expected[name] = "M4P1C2" if name.startswith("up_blocks") else "M4P2C2"
+        expected[name] = "M4P1C2/stored" if name.startswith("up_blocks") else "M4P2C2/stored"
         if name.startswith("down_blocks.1"):
-            expected[name] = "M4P4C2, M4P3C2"
-    expected[LAST] = "M4P0C2"
+            expected[name] = "M4P4C2/stored, M4P3C2/stored"
+    expected[LAST] = "M4P0C2/stored"
     assert refined(avq_unet) == expected
     set_num_refined(avq_unet, {"up_blocks": 4, "down_blocks": 4}, level=0)
     set_num_refined(avq_unet, 3, layer="up_blocks.3.attentions.1")
     for name, spec in codebooks.layer_specs.items():
         if spec.level == 0:
-            expected[name] = "M4P4C2"
-    expected[LAST] = "M4P3C2"
+            expected[name] = "M4P4C2/stored"
+    expected[LAST] = "M4P3C2/stored"
     assert refined(avq_unet) == expected
 
 
@@ -196,15 +196,21 @@ class TestSchedule:
         apply_avq(pipe, codebooks)
         set_num_refined(pipe, SCHEDULE, level=0)
         set_num_refined(pipe, {1000: 2, 700: 3, 300: 3, 200: 0}, level=1)
-        assert by_level(pipe) == {0: "M4P1C2, M4P4C2", 1: "M4P2C2, M4P3C2, M4P0C2"}
+        assert by_level(pipe) == {
+            0: "M4P1C2/stored, M4P4C2/stored",
+            1: "M4P2C2/stored, M4P3C2/stored, M4P0C2/stored",
+        }
         seen = timesteps_of(pipe.unet)
         draw(pipe)  # timesteps 501 and 1
         assert {count for timestep, count in seen if timestep == 501} == {4, 3}
         assert {count for timestep, count in seen if timestep == 1} == {4, 0}
         set_num_refined(pipe, 2, level=0)
-        assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2C2, M4P3C2, M4P0C2"}
+        assert by_level(pipe) == {
+            0: "M4P2C2/stored",
+            1: "M4P2C2/stored, M4P3C2/stored, M4P0C2/stored",
+        }
         set_num_refined(pipe, {1000: 2, 500: 2}, level=1)
-        assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2C2"}
+        assert by_level(pipe) == {0: "M4P2C2/stored", 1: "M4P2C2/stored"}
         assert "_avq" not in vars(pipe.unet)
 
     def test_threads_of_one_unet(self, avq_unet):
