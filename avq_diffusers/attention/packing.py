@@ -16,7 +16,7 @@ class _Packed(NamedTuple):
     codes: StoredCodes
 
 
-# By parents tensor. A codebook that moves or changes in place is packed again.
+# By parents tensor. A codebook that moves, or whose versions count a change, is packed again.
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -13,6 +13,10 @@ from torch import Tensor
 class Codebook:
     """Two-level codewords of one attention layer.
 
+    In-place changes that PyTorch counts take effect. After others, such as through `.data`, NumPy,
+    `torch.distributed` or a fused optimizer, call `torch.autograd.graph.increment_version` on the
+    tensors: the kernels keep codewords in a form of their own.
+
     Args:
         parents: (H, M0, D) floating point.
         children: (H, M0, C, D), same dtype and device; C = 0 is a flat codebook.

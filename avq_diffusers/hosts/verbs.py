@@ -147,8 +147,9 @@ def apply_avq(
 
     **Codebooks.** Distilled codebooks may change projections. The changes are added in AVQ calls
     only, in the model's dtype; parameters are never written, so fine-tunes and LoRA work as with
-    exact attention. In-place changes to codewords take effect while codebooks and model are on the
-    same device. A warning says if the codebooks were made for a Hub model of another name.
+    exact attention. In-place changes to codewords take effect as in `Codebook` while codebooks and
+    model are on the same device. A warning says if the codebooks were made for a Hub model of
+    another name.
 
     **Shared and exported models.** Pipelines that share a model, for instance through `from_pipe`,
     share its AVQ. Models that diffusers builds from a UNet start without AVQ:

@@ -370,7 +370,7 @@ def on_device(*, dtype=FP16, device=DEVICE, **shape):
     return *(x.to(device) for x in (query, key, value)), codebook.to(device)
 
 
-@pytest.mark.parametrize("change", ["in place", "made in inference mode", "moved"])
+@pytest.mark.parametrize("change", ["in place", "announced", "made in inference mode", "moved"])
 def test_a_changed_codebook_is_packed_again(change):
     query, key, value, codebook = on_device(batch=1, heads=1, queries=16, dtype=FP32)
     if change == "made in inference mode":
@@ -383,6 +383,9 @@ def test_a_changed_codebook_is_packed_again(change):
         moved = codebook.children + 0.5 * torch.randn_like(codebook.children)
         if change == "moved":  # as Module.to does, which leaves the tensor and its version
             codebook.children.data = moved
+        elif change == "announced":
+            codebook.children.data.copy_(moved)
+            torch.autograd.graph.increment_version(codebook.children)
         else:
             codebook.children.copy_(moved)
     after = stored_attention(query, key, value, codebook, **options)

@@ -30,8 +30,8 @@ class LayerWeights:
     """Codebook, key norm and projection changes of one layer.
 
     On the codebooks' device these are the stored tensors themselves, so in-place changes take
-    effect; on another device they are copies. Without a codebook, codewords come from the keys of
-    each call.
+    effect as in `Codebook`; on another device they are copies. Without a codebook, codewords come
+    from the keys of each call.
 
     Attributes:
         codebook: in float32, or None.
