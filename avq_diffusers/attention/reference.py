@@ -15,7 +15,8 @@ from torch import Tensor
 
 from avq_diffusers.attention.exact import keys_and_values
 from avq_diffusers.attention.tensors import (
-    LEAST_INSIDE,
+    LEAST_OF_ALL,
+    LEAST_OF_CELLS,
     SAMPLE,
     SAMPLED_FROM,
     TANGENT_FROM,
@@ -208,17 +209,20 @@ def first_order(key: Tensor, value: Tensor, found: Quantized) -> Tensor:
 
     Returns:
         (B, H, D, D), the covariance of values and keys around the means of their leaves, divided by
-        the variance of the keys; 0 where that is at most `LEAST_INSIDE` of their variance around
-        the means of their cells.
+        the variance of the keys; 0 where that is at most `LEAST_OF_CELLS` of their variance around
+        the means of their cells plus `LEAST_OF_ALL` of that around the mean of all.
     """
-    key_offsets = key - _take(found.leaves, found.leaf)
-    value_offsets = value - _take(_means(value, found.leaf, found.leaves), found.leaf)
-    inside, around_cells = (
+    key = key - key[:, :, :1]  # offsets of equal keys are exactly 0
+    key_offsets, value_offsets = (
+        x - _take(_means(x, found.leaf, found.leaves), found.leaf) for x in (key, value)
+    )
+    cell_offsets = key - _take(_means(key, found.cell, found.parents), found.cell)
+    inside, around_cells, around_all = (
         offsets.square().sum(dim=(2, 3))[..., None, None]
-        for offsets in (key_offsets, key - _take(found.parents, found.cell))
+        for offsets in (key_offsets, cell_offsets, key - key.mean(dim=2, keepdim=True))
     )
     # No infinite divisor, through which the gradient would be NaN.
-    is_some = inside > LEAST_INSIDE * around_cells
+    is_some = inside > LEAST_OF_CELLS * around_cells + LEAST_OF_ALL * around_all
     return is_some * (value_offsets.mT @ key_offsets) / inside.where(is_some, 1)
 
 

@@ -18,9 +18,10 @@ LARGEST_SCALE = sys.float_info.max
 # Of a threshold: queries of a tile that decide its resolution, the number of queries from which not
 # all do, and the variance of logits from which their growth is continued by its tangent.
 SAMPLE, SAMPLED_FROM, TANGENT_FROM = 16, 4096, 20.0
-# Of the variance of keys around the means of their cells, the share inside leaves up to which the
-# first-order term is 0: below, roundings decide how values follow keys.
-LEAST_INSIDE = 1e-3
+# Shares of the variance of keys around the means of their cells and around that of all keys. Up to
+# the sum of the two, what is inside leaves is too little to say how values follow keys, or made of
+# roundings; the first-order term is 0.
+LEAST_OF_CELLS, LEAST_OF_ALL = 1e-3, 1e-5
 # Fields of `Tensors` with a gradient and a batch; the others are shared and constant.
 NUM_TOKENS = 5
 

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from avq_diffusers.attention.own_codewords import assigned
 from avq_diffusers.attention.tensors import (
-    LEAST_INSIDE,
+    LEAST_OF_ALL,
+    LEAST_OF_CELLS,
     SAMPLE,
     SAMPLED_FROM,
     TANGENT_FROM,
@@ -271,8 +272,10 @@ def variance_of(codewords: CellCodewords) -> Tensor:
     their leaves; infinity without a first-order term."""
     assert codewords.spreads is not None  # own codewords are means
     variances = (codewords.counts * codewords.spreads).sum(dim=1)
-    inside = variances[:, 1:].sum(dim=1)
-    return inside.where(inside > LEAST_INSIDE * variances[:, 0], torch.inf)[:, None, None]
+    between = (codewords.counts[:, :, :1] * codewords.keys[:, :, 0].square()).sum(dim=(1, 2))
+    inside, around_cells = variances[:, 1:].sum(dim=1), variances[:, 0]
+    least = LEAST_OF_CELLS * around_cells + LEAST_OF_ALL * (between + around_cells)
+    return inside.where(inside > least, torch.inf)[:, None, None]
 
 
 def sum_groups(tokens: Tensor, groups: Groups) -> Tensor:

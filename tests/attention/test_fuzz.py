@@ -144,17 +144,40 @@ def check_hard(shape: dict, backend: str, dtype: torch.dtype) -> None:
     assert outcome.compared > 0.4
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_equal_keys_tell_nothing_about_their_values(backend):
-    """Catches a first-order term made of roundings, which is millions where it should be 0."""
+@pytest.mark.parametrize(("num_parents", "num_children"), [(16, 4), (10, 0)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("reference", FP32), ("torch", FP32), ("triton", FP32), ("triton", FP16)]
+)
+def test_equal_keys_tell_nothing_about_their_values(backend, dtype, num_parents, num_children):
+    """Catches a first-order term made of roundings: millions where it should be 0, or 0 but with
+    key gradients."""
     generator = torch.Generator().manual_seed(1)
-    query, value, keys = torch.randn(3, 1, 1, 120, 40, generator=generator).to(DEVICE)
-    key = keys[:, :, torch.randint(9, (120,), generator=generator).to(DEVICE)]
-    options = {"num_parents": 16, "num_children": 4, "threshold": math.inf}
-    output, expected = (
-        avq_attention(query, key, value, backend=x, **options) for x in (backend, "reference")
+    query, value, keys = torch.randn(3, 1, 1, 120, 40, generator=generator).to(DEVICE, dtype)
+    # Sixteen parents repeat some of the keys; of ten in turn, a cell holds all that equal a parent.
+    index = torch.arange(120) // 12
+    if num_children:
+        index = torch.randint(9, (120,), generator=generator)
+    options = {"num_parents": num_parents, "num_children": num_children, "threshold": math.inf}
+    tokens = {"query": query, "key": keys[:, :, index.to(DEVICE)], "value": value}
+    found, expected = (
+        attended_and_gradients({name: x.to(kind) for name, x in tokens.items()}, **given)
+        for kind, given in (
+            (dtype, options | {"backend": backend}),
+            (FP64, {"threshold": math.inf, **without_first_order(tokens | options)}),
+        )
     )
-    assert (output - expected).norm() < 1e-5 * expected.norm()
+    limit = 1e-5 if dtype == FP32 else 2e-3
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).norm() < limit * y.norm()
+
+
+def attended_and_gradients(tokens: dict, **options: object) -> list[torch.Tensor]:
+    """The output, and the gradients of all tokens for a fixed one of the output."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tokens.items()}
+    output = avq_attention(**leaves, **options)
+    generator = torch.Generator().manual_seed(2)
+    grad = torch.randn(output.shape, generator=generator).to(output)
+    return [output.detach(), *torch.autograd.grad(output, [*leaves.values()], grad)]
 
 
 @pytest.mark.parametrize("name", HARD | FOR_PYTORCH)

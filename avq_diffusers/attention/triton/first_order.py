@@ -13,20 +13,19 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.tensors import LEAST_INSIDE
+from avq_diffusers.attention import tensors
 from avq_diffusers.attention.triton.rows import load_keys, mean_parent, product
 from avq_diffusers.attention.triton.softmax import LN2
 
 # Below it, a divisor counts as zero.
 LEAST = tl.constexpr(1e-30)
-LEAST_OF_CELLS = tl.constexpr(LEAST_INSIDE)
-# Chunks that are added at once, leaves whose means are taken away at once, blocks of them in flight
-# with up to 64 dims (with more, other programs of the launch get slower), and rows whose variance
-# is added at once.
+LEAST_OF_CELLS = tl.constexpr(tensors.LEAST_OF_CELLS)
+LEAST_OF_ALL = tl.constexpr(tensors.LEAST_OF_ALL)
+# Chunks that are added at once, rows whose means are read at once, and blocks of leaves in flight
+# with up to 64 dims (with more, other programs of the launch get slower).
 CHUNKS = tl.constexpr(4)
 ROWS = tl.constexpr(32)
 IN_FLIGHT = tl.constexpr(4)
-MOST_ROWS = tl.constexpr(128)
 
 
 def blocks_per_side(padded_dim: int) -> int:
@@ -69,16 +68,21 @@ def sum_covariance(head, value_ptr, value_stride, covariance_ptr, summed, index,
 @triton.jit
 def inverse_variance(tables, SIZES):
     """1 / sum_j s_leaf(j) of a head; 0 without a first-order term."""
-    inside = tl.zeros([MOST_ROWS], tl.float32)
-    cell_variance = tl.zeros([MOST_ROWS], tl.float32)
-    for first in tl.range(0, SIZES.ROWS, MOST_ROWS):
-        row = first + tl.arange(0, MOST_ROWS)
-        counts = tl.load(tables.counts + row, mask=row < SIZES.ROWS, other=0)
-        variance = counts * tl.load(tables.spread + row, mask=row < SIZES.ROWS, other=0.0)
-        cell_variance += tl.where(row < SIZES.PARENT_ROWS, variance, 0.0)
-        inside += tl.where(row < SIZES.PARENT_ROWS, 0.0, variance)
+    DIM: tl.constexpr = SIZES.PADDED_DIM
+    inside = tl.zeros([ROWS], tl.float32)
+    least = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, SIZES.PARENT_ROWS, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_row = row < SIZES.PARENT_ROWS
+        counts = tl.load(tables.counts + row, mask=is_row, other=0)
+        inside += counts * tl.load(tables.inside + 2 * row, mask=is_row, other=0.0)
+        around_cells = tl.load(tables.spread + row, mask=is_row, other=0.0)
+        pointers = tables.codes + row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+        codes = tl.load(pointers, mask=is_row[:, None], other=0.0).to(tl.float32)
+        around_all = around_cells + tl.sum(codes * codes, axis=1)
+        least += counts * (around_cells * LEAST_OF_CELLS + around_all * LEAST_OF_ALL)
     total = tl.sum(inside, axis=0)
-    is_some = total > tl.sum(cell_variance, axis=0) * LEAST_OF_CELLS
+    is_some = total > tl.sum(least, axis=0)
     return tl.where(is_some, 1.0 / tl.maximum(total, LEAST), 0.0)
 
 
