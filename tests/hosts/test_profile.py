@@ -561,17 +561,19 @@ class TestFile:
             {"thresholds": [4e-4, 1e-4]},
             {"thresholds": [1e-4, 4e-4, 1e-3]},
             {"thresholds": ["a", "b"]},
+            {"thresholds": [1e-4, 10**400]},
             {"layers": [STORED | {"layer": {"name": "a"}}]},
             {"layers": [STORED | {"layer": SPEC.stored | {"name": 3}}]},
             {"layers": [STORED | {"num_tokens": 0}]},
             {"layers": [STORED | {"num_tokens": "many"}]},
+            {"layers": [STORED | {"num_tokens": 10**400}]},
             {"layers": [STORED | {"exact_time": "cheap"}]},
             {"layers": [STORED | {"exact_time": -1.0}]},
             {"layers": [STORED | {"parts": {"500": NUMBERS}}]},
             *(
                 {"layers": [STORED | {"parts": STORED["parts"] | {"1000": NUMBERS | x}}]}
                 for x in (
-                    *({"effects": [0.1, y]} for y in (math.nan, -0.1, 1e308, "small")),
+                    *({"effects": [0.1, y]} for y in (math.nan, -0.1, 1e308, 10**400, "small")),
                     {"effects": [0.1]},
                     {"effects": 3},
                     {"sizes": []},

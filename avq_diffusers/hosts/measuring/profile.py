@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avq_diffusers.config import (
+    LARGEST_COUNT,
     LARGEST_TOLERANCE,
     AVQConfig,
     check_int,
@@ -51,6 +52,8 @@ PLOTTED_TOLERANCE = 0.02
 FIRST_SHARE, MIDDLE_SHARE = 0.1, 0.5
 # Far above any effect or time; its square is finite.
 _LARGEST = 1e100
+# What a file raises that is not a saved profile.
+_UNREADABLE = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class ErrorProfile:
         ascending = sorted({check_threshold(x) for x in self.thresholds} - {0, math.inf})
         names = {one.layer.name for one in self.layers}
         for one in self.layers:
-            check_int(f"num_tokens of {one.layer.name}", one.num_tokens, 1)
+            check_int(f"num_tokens of {one.layer.name}", one.num_tokens, 1, LARGEST_COUNT)
         for holds, rule in (
             (len(names) == len(self.layers) > 0, "layers of different names"),
             (self.unit in UNITS, f"one of the units {', '.join(UNITS)}"),
@@ -287,9 +290,9 @@ class ErrorProfile:
             )
             config = AVQConfig.from_dict(stored.pop("config"))
             parts = _by_start(Part, stored.pop("parts"))
-            thresholds = tuple(stored.pop("thresholds"))
+            thresholds = tuple(map(float, stored.pop("thresholds")))
             return cls(config, layers, parts, thresholds, **stored)
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"{path} is not a saved {cls.__name__}: {error!r}.") from error
 
     def plot(self, path: str | Path) -> None:
