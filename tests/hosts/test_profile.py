@@ -497,13 +497,18 @@ class TestKey:
 
     @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):
-        """One without a layer, or with effects that no longer hold, is measured again."""
+        """Catches a damaged one that hides another, one without a layer, and one with effects that
+        no longer hold."""
         monkeypatch.setattr(kept_profiles, "user_cache_path", lambda name: tmp_path / name)
         pipe, run = two_level_pipe(), UNET.run | {"num_inference_steps": 1}
         arguments = {"tolerance": 1e-4, "prompt": PROMPT} | run
         first = summary(apply_avq(pipe, LEVELS, **arguments))
         kept = kept_profiles.KeptProfile(pipe, models_of(pipe), LEVELS, run)
-        good = kept.load(select_layers(pipe.unet, LEVELS.levels))
+        layers = select_layers(pipe.unet, LEVELS.levels)
+        good = kept.load(layers)
+        kept.save(good, ["a dog"])
+        max(kept.folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).write_text("{")
+        assert kept.load(layers) == good
         kept.save(replace(good, layers=good.layers[1:]), [PROMPT])
         assert summary(apply_avq(pipe, LEVELS, **arguments)) == first
         kept.save(profile_of(pipe, {1000: AVQ}, LEVELS), [PROMPT])

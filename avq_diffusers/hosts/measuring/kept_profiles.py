@@ -74,14 +74,15 @@ class KeptProfile:
         """
         if self.name is None:
             return None
-        try:
+        with suppress(OSError, _UnknownContentError):
             measured_on = "*" if examples is None else _digest(examples)
             found = self.folder.glob(f"{self.name}-{measured_on}.json")
-            profile = ErrorProfile.load(max(found, key=lambda path: path.stat().st_mtime_ns))
-            profile.check_layers(layers)
-            return profile
-        except (OSError, ValueError):
-            return None
+            for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+                with suppress(OSError, ValueError):
+                    profile = ErrorProfile.load(path)
+                    profile.check_layers(layers)
+                    return profile
+        return None
 
     def save(self, profile: ErrorProfile, examples: Any) -> None:
         """Cache a profile, unless the folder is not writable."""
