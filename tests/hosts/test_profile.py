@@ -6,13 +6,15 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPAGPipeline
+from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 from tiny import LAYER, LORA, draw, random_codebooks, tiny_pipe, tiny_unet, two_level_pipe
 from tiny_transformers import predict, sd3_transformer, wan_transformer
@@ -494,6 +496,21 @@ class TestKey:
         with pipe.unet.register_forward_hook(lambda *_: None):
             assert key_of(pipe) is None
         assert key_of(TRANSFORMER()) != key_of(VIT())
+
+    def test_what_is_no_module(self):
+        pipe = tiny_pipe(cls=StableDiffusionPAGPipeline)
+        keys = [None, key_of(pipe)]
+        for change in (
+            lambda: pipe.register_to_config(requires_safety_checker=True),
+            lambda: pipe.set_pag_applied_layers("down_blocks.0"),
+            *(
+                partial(setattr, pipe, "guider", ClassifierFreeGuidance(guidance_scale=scale))
+                for scale in (1.0, 8.0)
+            ),
+        ):
+            change()
+            keys.append(key_of(pipe))
+        assert len({*keys}) == len(keys)
 
     @pytest.mark.usefixtures("coarse_thresholds")
     def test_a_kept_profile_is_checked(self, monkeypatch, tmp_path):

@@ -25,9 +25,10 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 class KeptProfile:
     """The cached profiles of a pipeline.
 
-    The key holds the contents of all that can change the output. With contents that cannot be read,
-    such as those of a callback or a forward hook, nothing is kept; a callback that changes nothing
-    may say so with the attribute `only_watches`.
+    The key holds the arguments, the contents of modules, and the pipeline's config, public
+    attributes and components; of a component without a config, such as a tokenizer, it holds the
+    class. With arguments or configs that cannot be read, such as a callback, or with forward hooks,
+    nothing is kept; a callback that changes nothing may say so with the attribute `only_watches`.
 
     Args:
         pipe: the pipeline or model.
@@ -49,23 +50,13 @@ class KeptProfile:
             for name, value in arguments.items()
             if name != "progress" and not getattr(value, "only_watches", False)
         }
-        parts = {"": pipe} if isinstance(pipe, nn.Module) else vars(pipe)
-        scheduler = getattr(pipe, "scheduler", None)
-        settings = getattr(scheduler, "config", {}).items()
-        noise = {name: value for name, value in settings if not name.startswith("_")}
+        parts = {"": pipe} | ({} if isinstance(pipe, nn.Module) else _public(vars(pipe)))
         with suppress(_UnknownContentError), ExitStack() as stack:
             for hosted in models:
                 stack.enter_context(installed(hosted, {}))
-            modules = [
-                (name, _of_module(part))
-                for name, part in sorted(parts.items())
-                if isinstance(part, nn.Module)
-            ]
-            sampler = type(scheduler).__qualname__, noise
+            contents = [(name, _of_part(part)) for name, part in sorted(parts.items())]
             ranks = [str(hosted.ranks) for hosted in models]
-            self.name = _digest(
-                [repr(config), _device(pipe, models), ranks, given, sampler, modules]
-            )
+            self.name = _digest([repr(config), _device(pipe, models), ranks, given, contents])
 
     def load(self, layers: Sequence[LayerSpec], examples: Any = None) -> ErrorProfile | None:
         """The profile of these layers measured on these examples, or without examples the latest.
@@ -104,6 +95,20 @@ def _device(pipe: Any, models: Sequence[Hosted]) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if not name.startswith("_")}
+
+
+def _of_part(part: Any) -> str:
+    """Digest of a pipeline, of a component or of another of its attributes."""
+    if isinstance(part, nn.Module):
+        return _of_module(part)
+    config = getattr(part, "config", None)
+    if isinstance(config, Mapping):
+        return _digest([type(part).__qualname__, _public(config)])
+    return _of_setting(part)
+
+
 @torch.no_grad()
 def _of_module(root: nn.Module) -> str:
     """Digest of a module's weights and settings: adapters, their scales, FreeU and the like."""
@@ -120,7 +125,7 @@ def _of_module(root: nn.Module) -> str:
 
 
 def _of_setting(value: Any) -> str:
-    """Digest of an attribute of a module; the class's name if it is no plain value."""
+    """Digest of an attribute; the class's name if it is no plain value."""
     try:
         return _digest(value)
     except _UnknownContentError:
