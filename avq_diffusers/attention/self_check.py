@@ -138,8 +138,14 @@ def _environment(device: torch.device) -> str:
     if device.type == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts = [torch.cuda.get_device_name(device), f"compute capability {capability}"]
-    facts += [f"{package} {_version(package)}" for package in ("avq-diffusers", "torch", "triton")]
-    return ", ".join(facts)
+    return ", ".join([*facts, versions()])
+
+
+@cache
+def versions() -> str:
+    """Those of the packages that decide what a GPU runs."""
+    packages = "avq-diffusers", "torch", "triton"
+    return ", ".join(f"{package} {_version(package)}" for package in packages)
 
 
 def _version(package: str) -> str:

@@ -497,8 +497,9 @@ def test_layers_that_avq_does_not_serve(pipe):
 
 
 def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
-    """Catches a choice that changes with a second measurement, and one name for two attentions."""
-    times = iter((1.0, 2.0))
+    """Catches a choice that changes with a second measurement, one name for two attentions, and a
+    time of another version's kernels."""
+    times = iter((1.0, 2.0, 3.0))
     monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
@@ -508,7 +509,9 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
             routing._table.cache_clear()
             kept = [routing.kept_milliseconds(x, torch.device("cuda"), None) for x in "ab"]
             assert kept == [1.0, 2.0]
+        monkeypatch.setattr(routing, "versions", lambda: "torch 3.0")
+        assert routing.kept_milliseconds("a", torch.device("cuda"), None) == 3.0
     finally:
         routing._table.cache_clear()
     (path,) = tmp_path.rglob("routes.json")
-    assert [*json.loads(path.read_text()).values()] == [1.0, 2.0]
+    assert [*json.loads(path.read_text()).values()] == [1.0, 2.0, 3.0]

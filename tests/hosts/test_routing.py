@@ -29,6 +29,7 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention import limits
 from avq_diffusers.attention.api import attend
+from avq_diffusers.attention.self_check import versions
 from avq_diffusers.attention.tensors import Tensors, mean_columns
 from avq_diffusers.config import Spec
 from avq_diffusers.hosts.core import columns, routing
@@ -50,7 +51,7 @@ WORKLOAD = Workload(
 ON_CPU = replace(WORKLOAD, dtype=torch.float32)
 NUM_TOKENS = 1024
 FOUND = BreakEven(NEVER, NUM_TOKENS, NUM_TOKENS, 0)  # between the two of `measured`
-KEY = "GPU X, float16, 16 rows, D40, 192 columns, M64P16C8, tiles of 128"
+KEY = f"GPU X, {versions()}, float16, 16 rows, D40, 192 columns, M64P16C8, tiles of 128"
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ class TestCPU:
         assert text in capfd.readouterr().err
         (key,) = json.loads(cache_file.read_text())
         device = f"CPU X (threads: {torch.get_num_threads()})"
-        assert key.startswith(f"{device}, float32, 2 rows, D8, 8 columns, M4P2C2, ")
+        assert key.startswith(f"{device}, {versions()}, float32, 2 rows, D8, 8 columns, M4P2C2, ")
 
     def test_compiled_code_does_the_same(self, times):
         """Catches two measurements of one time, and a cost of launches, which a CPU has not."""
@@ -290,7 +291,8 @@ def test_layers_with_few_tokens_run_exact(unet, codebooks, route, levels):
         assert not row.config or row.runs == avq
 
 
-def test_a_measurement_is_made_once_and_kept(cache_file, measured):
+def test_a_measurement_is_made_once_and_kept(cache_file, measured, monkeypatch):
+    """Also catches one of another version's kernels."""
     device = torch.device("cuda")
     assert known_break_even(WORKLOAD, device) is None
     assert break_even(WORKLOAD, device, TRIAL) == break_even(WORKLOAD, device, TRIAL) == FOUND
@@ -299,6 +301,8 @@ def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     routing._table.cache_clear()
     assert known_break_even(WORKLOAD, device) == FOUND
     assert set(cache_file.parent.iterdir()) == {cache_file, cache_file.with_suffix(".lock")}
+    monkeypatch.setattr(routing, "versions", lambda: "torch 3.0")
+    assert known_break_even(WORKLOAD, device) is None
 
 
 def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):

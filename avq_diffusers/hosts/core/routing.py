@@ -5,7 +5,8 @@ of tokens from which AVQ is faster. There are two: one for eager calls, whose la
 time, and a lower one for compiled code. Both follow from times in a CUDA graph. Calls narrow them
 down: a call of a size about which nothing is known is measured first, which takes seconds and shows
 progress. Results are cached in `routes.json` in the user's cache folder, like times that a
-tolerance chooses from.
+tolerance chooses from; with another version of this package, PyTorch or Triton, they are measured
+again.
 
 The time of a call with a threshold depends on the columns that its tokens need (`columns`): random
 tokens are given a threshold at which they need as many.
@@ -27,6 +28,7 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 from tqdm import tqdm
 
+from avq_diffusers.attention.self_check import versions
 from avq_diffusers.attention.tensors import Attended, mean_columns
 from avq_diffusers.config import Spec, check_int
 from avq_diffusers.files import atomic_write
@@ -88,7 +90,7 @@ class Workload:
         # The columns say what a threshold costs.
         spec = self.spec if self.spec.threshold is None else self.spec.any_refinement
         return (
-            f"{device_name(device)}, {dtype}, {self.batch_heads} rows, "
+            f"{device_name(device)}, {versions()}, {dtype}, {self.batch_heads} rows, "
             f"D{self.head_dim}, {self.columns} columns, {spec.long_name}"
         )
 
@@ -310,8 +312,8 @@ def _is_faster_on_cpu(avq: Callable[[], Any], exact: Callable[[], Any], share: f
 
 
 def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Any]) -> float:
-    """The time of a call in a CUDA graph, measured once and cached by GPU and name."""
-    key = f"{device_name(device)}, {name}, ms"
+    """The time of a call in a CUDA graph, measured once and cached by GPU, versions and name."""
+    key = f"{device_name(device)}, {versions()}, {name}, ms"
     table = _table()
     if key not in table:
         with torch.accelerator.device_index(device.index):
