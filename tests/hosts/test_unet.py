@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import kinds, runs
-from diffusers import ModelMixin, UNet2DModel, VQModel
+from diffusers import (
+    ModelMixin,
+    StableDiffusionPAGPipeline,
+    StableDiffusionSAGPipeline,
+    UNet2DModel,
+    VQModel,
+)
 from diffusers.models.attention_processor import AttnProcessor2_0
 from tiny import (
     CONFIG,
@@ -321,7 +327,7 @@ class TestSetOnAStockUNet:
         expected = predict(apply_avq(copy.deepcopy(unet), source, route="always"))
         for prepare in (
             lambda: apply_avq(unet, "M8P4C2"),
-            lambda: predict(unet) if unet.set_attn_processor(AVQProcessor("M8P4C2")) else None,
+            lambda: unet.set_attn_processor(AVQProcessor("M8P4C2")) or predict(unet),
         ):
             prepare()
             unet.set_attn_processor(AVQProcessor(source, route="always"))
@@ -346,6 +352,48 @@ class TestSetOnAStockUNet:
         assert torch.equal(predict(early), expected)
         assert torch.equal(predict(copy.deepcopy(unet)), expected)
         assert not waits()
+
+    @pytest.mark.parametrize(
+        ("cls", "guidance", "options"),
+        [
+            (StableDiffusionPAGPipeline, "pag_scale", {"pag_applied_layers": "mid"}),
+            (StableDiffusionSAGPipeline, "sag_scale", {}),
+        ],
+    )
+    def test_put_back_by_pipelines(self, cls, guidance, options):
+        """Catches a second image refused, prepared again, or other than with `apply_avq`."""
+        pipe, other = (tiny_pipe(cls=cls, **options) for _ in range(2))
+        apply_avq(other, AVQConfig(levels=(0, 1), **TINY), route="always")
+        pipe.unet.set_attn_processor(AVQProcessor(route="always", **TINY))
+        for scale in (3.0, 3.0, 0.0):
+            images = [draw(x, **{guidance: scale}) for x in (pipe, other)]
+            assert torch.equal(*images)
+        counts = [[row.calls.get("AVQ") for row in summary(x).rows] for x in (pipe, other)]
+        assert counts[0] == counts[1]
+
+    @pytest.mark.filterwarnings("ignore:AVQ does not run")
+    def test_put_back_by_hand(self, unet):
+        """Catches the processor refused in layers without AVQ, also in a copy, and one that is
+        taken for that of the UNet's AVQ after AVQ was removed or applied from another."""
+        processor = AVQProcessor(route="always", **TINY)
+        unet.set_attn_processor(processor)
+        expected = predict(unet)
+        unet.set_attn_processor(AttnProcessor2_0())
+        assert not torch.equal(predict(unet), expected)
+        unet.set_attn_processor(processor)
+        for target in (unet, copy.deepcopy(unet)):
+            assert torch.equal(predict(target), expected)
+            assert {row.calls.get("AVQ") for row in summary(target).rows if row.config} == {2}
+
+        for change in (
+            lambda: remove_avq(unet),
+            lambda: apply_avq(unet, "M8P4C2"),
+            lambda: unet.set_attn_processor(AVQProcessor("M8P4C2")) or predict(unet),
+        ):
+            change()
+            unet.set_attn_processor(processor)
+            with pytest.raises(RuntimeError, match="set a new one on each UNet"):
+                predict(unet)
 
     def test_unused_processors_leave_nothing(self):
         processor = AVQProcessor()

@@ -15,6 +15,7 @@ from avq_diffusers.hosts.core.layers import (
     ATTRIBUTE,
     Layer,
     LayerSpec,
+    Unchosen,
     as_table,
     check_specs,
     chosen_layers,

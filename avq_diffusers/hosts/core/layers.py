@@ -51,6 +51,12 @@ def as_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+class Unchosen:
+    """What an attention module without AVQ keeps where others have a `LayerState`."""
+
+    previous: Any  # as in `LayerState`
+
+
 @dataclass(frozen=True)
 class Layer(LayerSpec):
     """A self-attention layer of a model, with its modules.
@@ -70,7 +76,8 @@ class Layer(LayerSpec):
     @property
     def avq_state(self) -> Any:
         """The layer's `LayerState`; None without AVQ."""
-        return vars(self.attn).get(ATTRIBUTE)
+        kept = vars(self.attn).get(ATTRIBUTE)
+        return None if isinstance(kept, Unchosen) else kept
 
 
 AnyLayer = TypeVar("AnyLayer", bound=LayerSpec)

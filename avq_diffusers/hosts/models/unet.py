@@ -46,6 +46,7 @@ from avq_diffusers.hosts.core import (
     Layer,
     LayerState,
     Tokens,
+    Unchosen,
     Watch,
     all_or_nothing,
     check_known,
@@ -137,6 +138,7 @@ class AVQProcessor(AttnProcessor2_0):
         self.backend = backend
         self.route = route
         self.is_prepared = False
+        self.previous: Previous | None = None  # shared by all layers of the UNet it prepared
         _await_call(self)
 
     @property
@@ -157,6 +159,14 @@ class AVQProcessor(AttnProcessor2_0):
         with CHANGES:
             _awaiting.discard(self)
             _stop_waiting()
+
+    def is_prepared_for(self, attn: Attention) -> bool:
+        """Whether the layer's UNet was; IP-Adapter rebuilds the processors of prepared layers."""
+        kept: LayerState | Unchosen | None = getattr(attn, ATTRIBUTE, None)
+        if self.is_prepared or kept is None:
+            return self.is_prepared
+        is_rebuilt = self.is_default and isinstance(kept, LayerState)
+        return is_rebuilt or self.previous is kept.previous
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -181,15 +191,15 @@ class AVQProcessor(AttnProcessor2_0):
             TypeError: this processor was set on the attention of a transformer.
             RuntimeError: no UNet was prepared for this processor.
         """
-        state: LayerState | None = getattr(attn, ATTRIBUTE, None)
+        state: LayerState | Unchosen | None = getattr(attn, ATTRIBUTE, None)
         is_prepared = state is not None and isinstance(state.previous, Previous)
         is_plain = encoder_hidden_states is None or getattr(attn, "is_cross_attention", False)
         if not (is_prepared or (is_plain and isinstance(attn, Attention))):
             raise TypeError(FOR_UNETS)
-        if state is None:
-            if not self.is_prepared:
+        if not isinstance(state, LayerState):
+            if not self.is_prepared_for(attn):
                 raise RuntimeError(UNPREPARED)
-            # Put back after AVQ was removed.
+            # Put back after AVQ was removed, or where AVQ does not run.
             call = hidden_states, encoder_hidden_states, attention_mask, temb
             return super().__call__(attn, *call)
         if state.previous.is_plain:
@@ -312,7 +322,7 @@ class UNetHost(ProcessorHost):
         """Apply the AVQ of processors that `set_attn_processor` has set, unless it was."""
         with CHANGES:
             ours = _attentions_of(model)
-            found = {attn.processor for attn in ours if _is_unprepared(attn)}
+            found = {x.processor for x in ours if not x.processor.is_prepared_for(x)}
             _awaiting.difference_update(attn.processor for attn in ours)
             _stop_waiting()
             if not found:
@@ -337,6 +347,12 @@ class UNetHost(ProcessorHost):
                 states = processor.make_states(layers)
                 self.tidy(model)
                 install({hosted: states})
+                # Others may keep these processors and put them back, into all layers.
+                previous = Previous(self.usual(), True)
+                for attn in _attentions(model):
+                    vars(attn).setdefault(ATTRIBUTE, Unchosen()).previous = previous
+                for processor in found:
+                    processor.previous = previous
 
     def is_plain(self, processor: Any) -> bool:
         if type(processor) in CUSTOM_DIFFUSION:
@@ -350,16 +366,13 @@ class UNetHost(ProcessorHost):
 UNET = UNetHost()
 
 
+def _attentions(model: nn.Module) -> list[Attention]:
+    return [x for x in model.modules() if isinstance(x, Attention)]
+
+
 def _attentions_of(model: nn.Module) -> list[Attention]:
     """The attention modules that carry a processor of ours."""
-    attentions = [x for x in model.modules() if isinstance(x, Attention)]
-    return [attn for attn in attentions if isinstance(attn.processor, AVQProcessor)]
-
-
-def _is_unprepared(attn: Attention) -> bool:
-    """Whether a layer's processor was set by hand; IP-Adapter rebuilds those of prepared layers."""
-    processor = attn.processor
-    return not processor.is_prepared and (not hasattr(attn, ATTRIBUTE) or not processor.is_default)
+    return [attn for attn in _attentions(model) if isinstance(attn.processor, AVQProcessor)]
 
 
 def _has_ip_adapter(model: nn.Module) -> bool:
@@ -400,7 +413,8 @@ def _before_any_module(module: nn.Module, args: Any) -> None:
         if not (isinstance(model, ModelMixin) and "down_blocks" in model._modules):
             continue
         # Preparing breaks a graph: UNets that need none compile into one.
-        if not torch.compiler.is_compiling() or any(map(_is_unprepared, _attentions_of(model))):
+        prepared = [x.processor.is_prepared_for(x) for x in _attentions_of(model)]
+        if not torch.compiler.is_compiling() or not all(prepared):
             _prepare_outside_graphs(model)
 
 
