@@ -25,7 +25,7 @@ from diffusers import (
     StableDiffusionXLModularPipeline,
 )
 from hosts.kinds import ADDED
-from tiny import LAYER, quiet, small_unet, tiny_pipe, tiny_tokenizer, tiny_unet
+from tiny import LAYER, quiet, sdxl_pipe, small_unet, tiny_pipe, tiny_tokenizer, tiny_unet
 from tiny_transformers import sd3_pipe, sd3_transformer, t5_encoder, wan_transformer
 from tiny_vision import images, tiny_vision
 from tqdm import tqdm
@@ -204,6 +204,25 @@ class TestMeasure:
         arguments = {**size, **image, "num_inference_steps": 4, "parts": 2, "progress": False}
         parts = measure_error(pipe, [PROMPT], CONFIG, **arguments).parts.values()
         assert [part.share for part in parts] == [0.5, 0.5]
+
+    def test_parts_of_a_base_model(self, monkeypatch):
+        """Catches parts of the steps that are left to a refiner."""
+        monkeypatch.setattr(exact_runs, "MOST_REPEATED", 12)
+        arguments = {"num_inference_steps": 6, "denoising_end": 0.7, "progress": False}
+        config = CONFIG.changed(levels=(1,))
+        parts = measure_error(sdxl_pipe(), [PROMPT], config, **SIZE | arguments).parts.values()
+        assert [part.share for part in parts] == [0.25, 0.25, 0.5]
+
+    def test_a_stopped_run_is_refused(self, pipe):
+        """Catches a message about numbers in the profile."""
+
+        def stop(pipe, *_):
+            pipe._interrupt = True
+            return {}
+
+        with pytest.raises(ValueError, match=r"stopped before its last part.* or pass parts=1"):
+            measure(pipe, parts=3, callback_on_step_end=stop)
+        assert {*measure(pipe, parts=1, callback_on_step_end=stop).parts} == {1000}
 
     def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
         """Catches a part of the denoising or a layer that has no turn."""

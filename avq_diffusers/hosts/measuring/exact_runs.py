@@ -245,6 +245,7 @@ class ExactRuns:
             if timestep is not None:
                 if not self.numbers:
                     left = _left(self.scheduler.timesteps.tolist(), timestep)
+                    left = left[: getattr(self.pipe, "num_timesteps", None)]  # by denoising_end
                     self.starts = {start: start for start in starts_of_parts(left, self.parts)}
                 self.start = at_timestep(self.starts, timestep)
         number = self.numbers[self.start]

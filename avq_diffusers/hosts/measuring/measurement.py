@@ -78,7 +78,8 @@ def measure_error(
             wrong type or is set by this function.
         ValueError: no example, step, part or layer; `config` has overrides, refined parents, stored
             codewords or a key norm; attention returns NaN or infinity; a diffusers cache is
-            enabled; or several parts for a pipeline, model or sampler that cannot have them.
+            enabled; several parts for a pipeline, model or sampler that cannot have them; or a
+            callback stops the denoising before its last part.
         RuntimeError: a layer did not run.
     """
     runs = ExactRuns(
@@ -151,6 +152,11 @@ def _single_layers(runs: ExactRuns) -> ErrorProfile:
         for hosted, layers in measured.items()
         for layer in layers
     }
+    if min(runs.starts) not in starts:
+        raise ValueError(
+            "the denoising stopped before its last part; measure without the callback that stops "
+            "it, or pass parts=1."
+        )
     last_calls = [layer.state.last_call for layer, one in found.items() if not one.parts]
     reasons = ["too few calls" if x == AVQ_CALL else str(x) for x in last_calls]
     if reasons:
