@@ -296,6 +296,8 @@ class TestInTheBlock:
         pipe = dilated(small_pipe(), 128, 128)
         before = draw(pipe)
         flat = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
+        circular = small_pipe().unet
+        circular.up_blocks[0].resnets[0].conv1.padding_mode = "circular"  # for tileable textures
         for error, message, arguments in (
             (ValueError, "larger than the training size, 64, but got 64 x 32", (pipe, 64, 32)),
             (ValueError, "settings for 128 x 128, .*but got 128 x 64", (pipe, 128, 64)),
@@ -307,6 +309,8 @@ class TestInTheBlock:
             (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
             (ValueError, r"sample_size=\(8, 8\) in .* is not a training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
+            (ValueError, "pads with zeros, but this UNet's convolutions have padding_mode='circul",
+             (circular, 128, 128)),
             (TypeError, "expected a pipeline with a unet, or a UNet with down_blocks, but got str",
              ("sd", 128, 128)),
             (TypeError, "or a UNet with down_blocks, but got AutoencoderKL",

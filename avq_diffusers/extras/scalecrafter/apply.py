@@ -75,7 +75,8 @@ def scalecrafter(
         TypeError: `pipe` has no UNet, a side is not an int, or `config` is not a
             `ScaleCrafterConfig`.
         ValueError: a side is not a multiple of 8, the size is not larger than the training size,
-            there are no settings for it, or the UNet has no convolution to dilate.
+            there are no settings for it, or the UNet has no convolution to dilate or pads with
+            something other than zeros.
     """
     state = _ScaleCrafter(pipe, height, width, config)
     unet = unet_of(pipe)
@@ -197,5 +198,10 @@ def _convolutions(
                 and (convolution.kernel_size, convolution.padding) == ((3, 3), (1, 1))
                 and convolution.dilation == (1, 1)
             ):
+                if convolution.padding_mode != "zeros":
+                    raise ValueError(
+                        f"ScaleCrafter pads with zeros, but this UNet's convolutions have "
+                        f"padding_mode={convolution.padding_mode!r}; generate at its training size."
+                    )
                 found.append(RedilatedConvolution(holder, name, level, convolution.stride[0]))
     return found
