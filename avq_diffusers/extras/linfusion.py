@@ -166,7 +166,7 @@ def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
         TypeError: `pipe` has no UNet.
         FileNotFoundError: the folder lacks a file.
         ValueError: a file is damaged, has an unknown format, or does not match its config.json; the
-            layers belong to another model; or the UNet has AVQ.
+            layers belong to another model; or the UNet has AVQ or is offloaded sequentially.
     """
     unet = unet_of(pipe).model
     folder = Path(path).expanduser()
@@ -178,6 +178,11 @@ def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
     layers = {layer.name: layer for layer in select_layers(unet)}
     if any(layer.avq_state for layer in layers.values()):
         raise ValueError("this UNet has AVQ; call remove_avq(unet) first.")
+    if unet.device.type == "meta":
+        raise ValueError(
+            "this UNet keeps its weights on the meta device; call load_linfusion before "
+            "enable_sequential_cpu_offload."
+        )
     chosen = [layer for name, layer in layers.items() if name in specs]
     check_specs(str(config_path), specs, chosen, "the file has")
     processors = _empty_processors(specs.values())

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from safetensors.torch import load_file, save_file
 from tiny import CONFIG, LAYER, predict, random_codebooks, sdxl_unet, tiny_pipe, two_level_unet
@@ -323,6 +324,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"has AVQ; call remove_avq\(unet\)"):
             load_linfusion(unet, folder)
         assert unet.attn_processors == processors
+
+    def test_sequential_offload(self, folder, loaded):
+        """Catches layers whose weights are lost as they are loaded."""
+        cpu_offload(loaded)
+        with pytest.raises(ValueError, match="load_linfusion before enable_sequential_cpu_offload"):
+            load_linfusion(loaded, folder)
 
     @pytest.mark.parametrize(
         ("content", "message"),
