@@ -33,7 +33,7 @@ CONTROLNETS = {"FluxControlNetModel", "QwenImageControlNetModel", "SD3ControlNet
 SERVED = {
     *({name for family in FAMILIES for name in family.models} - CONTROLNETS),
     *("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
-    "UNetSpatioTemporalConditionModel",
+    *("UNetSpatioTemporalConditionModel", "I2VGenXLUNet"),
 }
 REFERENCES = "calls with reference images run exact"
 BUT_FOR = {
@@ -59,7 +59,6 @@ NOT_SERVED = {
     "DiTTransformer2DModel": "square images of 256 tokens",
     "DreamLiteUNetModel": "grouped keys in its own layers",
     "HunyuanVideoFramepackTransformer3DModel": "the video between history and text",
-    "I2VGenXLUNet": "not tried",
     "JoyImageEditTransformer3DModel": "images of several sizes, packed",
     "JoyImageEditPlusTransformer3DModel": "images of several sizes, packed",
     "Kandinsky3UNet": "its own blocks, few tokens",
@@ -70,7 +69,6 @@ NOT_SERVED = {
     "SanaWMTransformer3DModel": "its own linear attention",
     "StableCascadeUNet": "its own blocks, few tokens",
     "UNet2DModel": "its own blocks, few tokens",
-    "UNetControlNetXSModel": "not tried",
     "UVit2DModel": "tokens of a codebook, few",
     "WanAnimateTransformer3DModel": "not tried",
     "WanAnimate2Transformer3DModel": "not tried",

@@ -15,7 +15,12 @@ import tiny_transformers
 import tiny_vision
 import torch
 from checks import contents
-from diffusers import ControlNetModel, UNet3DConditionModel, UNetSpatioTemporalConditionModel
+from diffusers import (
+    ControlNetModel,
+    I2VGenXLUNet,
+    UNet3DConditionModel,
+    UNetSpatioTemporalConditionModel,
+)
 from tiny import (
     active,
     three_level_unet,
@@ -174,14 +179,14 @@ def controlnet_inputs(model, height: int, width: int) -> dict[str, Any]:
     return unet_inputs(model, height, width, controlnet_cond=condition)
 
 
-def unet3d() -> nn.Module:
+def unet3d(cls=UNet3DConditionModel) -> nn.Module:
     torch.manual_seed(0)
     blocks = {
         "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
         "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
     }
     sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
-    model = UNet3DConditionModel(**blocks, **sizes, cross_attention_dim=32, attention_head_dim=8)
+    model = cls(**blocks, **sizes, cross_attention_dim=32, attention_head_dim=8)
     return tiny_transformers.choosy(model)
 
 
@@ -190,6 +195,12 @@ def video_inputs(model, height: int, width: int) -> dict[str, Any]:
     arguments = unet_inputs(model, height, width)
     sample = arguments["sample"].transpose(0, 1)[None]
     return arguments | {"sample": sample, "encoder_hidden_states": torch.ones(1, 5, 32)}
+
+
+def i2vgen_inputs(model, height: int, width: int) -> dict[str, Any]:
+    arguments = video_inputs(model, height, width)
+    image = {"image_latents": arguments["sample"], "image_embeddings": torch.ones(1, 32)}
+    return arguments | image | {"fps": torch.tensor([8])}
 
 
 def svd() -> nn.Module:
@@ -422,6 +433,7 @@ KINDS = (
     unet_kind("SDXL", two_level_sdxl_unet, inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
     unet_kind("UNet3D", unet3d, inputs=video_inputs),
+    unet_kind("I2VGen-XL", partial(unet3d, I2VGenXLUNet), inputs=i2vgen_inputs),
     unet_kind("Stable Video Diffusion", svd, inputs=svd_inputs),
     unet_kind(
         "Kandinsky 2",
