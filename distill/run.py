@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedType
 from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.optimization import get_scheduler
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from avq_diffusers.files import read_log
 from avq_diffusers.mini import model_path
+from distill.accelerator import make_accelerator
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.data.batches import training_batches
@@ -74,7 +75,7 @@ class Run:
             checkpoint.check_unused(output, "add --resume or choose another --output")
         read_log(log_path(output))  # raises for a damaged log, before the long preparation
 
-        self.accelerator = accelerator = make_accelerator(config, output)
+        self.accelerator = accelerator = open_accelerator(config, output)
         torch.manual_seed(config.seed)
         self.pipe = pipe = load_pipeline(config, accelerator.device)
         samples = open_samples(config.data, config.image_size)
@@ -157,26 +158,22 @@ class Run:
         self.step = found.step
 
 
-def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
+def open_accelerator(config: DistillConfig, output: Path) -> Accelerator:
     """Create the accelerator of a run.
 
     Raises:
-        ValueError: the device does not support precision or compilation, the launcher shards
-            weights, the tracker is not installed, or the batch cannot be split evenly.
+        ValueError: as `make_accelerator`; or the device does not support the precision, the
+            launcher shards weights, the tracker is not installed, or the batch cannot be split
+            evenly.
     """
-    accelerator = Accelerator(
+    accelerator = make_accelerator(
+        config,
         mixed_precision="no" if config.precision == "fp32" else config.precision,
         log_with=config.tracker,
         project_dir=output,
-        # The objective reduces the codebook statistics, once per step.
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-        ],
     )
     if config.precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("precision fp16 needs a GPU; choose bf16 or fp32 on a CPU.")
-    if config.compile and accelerator.device.type != "cuda":
-        raise ValueError("compile: true needs a CUDA GPU; set compile to false.")
     if accelerator.distributed_type in SHARDED:
         raise ValueError(
             f"distillation trains few weights and does not shard them; launch with DDP instead of "

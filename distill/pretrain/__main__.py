@@ -78,8 +78,9 @@ def _train(
         config = load_config(path, kind, overrides)
         import torch
 
+        from distill.accelerator import make_accelerator
         from distill.checkpointing.checkpoint import check_unused
-        from distill.pretrain.loop import fit, make_accelerator
+        from distill.pretrain.loop import fit
 
         check_unused(output, "choose another --output")
         # Rendering processes are forked after tokenizers ran; the setting avoids a warning.

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from diffusers.optimization import get_scheduler
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -36,19 +35,6 @@ class Task(Protocol):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the averaged `model` in half precision."""
-
-
-def make_accelerator(config: PretrainConfig) -> Accelerator:
-    """Return an accelerator without autocast, which `fit` handles.
-
-    Raises:
-        ValueError: the device does not support compilation.
-    """
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
-    if config.compile and accelerator.device.type != "cuda":  # see `Objective.compile_unets`
-        raise ValueError("compile: true needs a CUDA GPU; set compile to false.")
-    return accelerator
 
 
 def fit(task: Task, config: PretrainConfig, output: Path, accelerator: Accelerator) -> None:

@@ -673,6 +673,14 @@ def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings,
     assert not log_path(tmp_path / "run").exists()
 
 
+def test_a_launcher_that_compiles_is_refused(model, tmp_path, monkeypatch):
+    """Catches wrong losses: compiled for a CPU, `UpBlock2D` has wrong gradients."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    error = refused(model, tmp_path)
+    reset_accelerate()
+    assert "error: the setting compile decides what is compiled; launch with --dynamo" in error
+
+
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [

@@ -22,13 +22,14 @@ from typer.testing import CliRunner
 from avq_diffusers.files import read_log
 from avq_diffusers.mini import default_prompts
 from avq_diffusers.mini.loading import load_mini_sd3, shared_parts
+from distill.accelerator import make_accelerator
 from distill.config_file import load_config
 from distill.log import log_path
 from distill.pretrain import data
 from distill.pretrain.__main__ import app
 from distill.pretrain.config import ScorerConfig, SD3Config, SDConfig, VAEConfig
 from distill.pretrain.export import make_scheduler, make_sd3_pipeline
-from distill.pretrain.loop import make_accelerator, update_average
+from distill.pretrain.loop import update_average
 from distill.pretrain.scorer import build_scorer, contrastive_loss
 from distill.pretrain.sd import build_text_encoder, drop_captions, layered_noise, snr_weights
 from distill.pretrain.sd3 import SD3Model, build_transformer, encode_text, noise_levels
@@ -161,8 +162,14 @@ def test_a_loss_that_is_not_finite_ends_with_one_sentence(tmp_path):
     assert not (tmp_path / RESULT["vae"]).exists()
 
 
-def test_the_precision_is_that_of_the_configuration(monkeypatch):
-    """Catches the autocast that `accelerate launch --mixed_precision` asks for."""
+def test_the_launcher_changes_nothing(monkeypatch):
+    """Catches the autocast that `accelerate launch --mixed_precision` asks for, and compiled blocks
+    by `--dynamo_backend`, whose gradients are wrong on a CPU."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with monkeypatch.context() as launcher:
+        launcher.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+        with pytest.raises(ValueError, match=r"compile decides .* no instead of inductor\.$"):
+            make_accelerator(config_of("vae"))
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert not make_accelerator(config_of("vae")).native_amp
