@@ -123,19 +123,20 @@ def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
 
 
 def load_segmenter(name: str, num_labels: int) -> PreTrainedModel:
-    """A segmentation model: DPT itself, or a backbone with a new DPT head.
+    """A segmentation model: DPT, one that this command saved, or a backbone with a new DPT head.
+
+    A head for another number of labels is new.
 
     Raises:
         OSError: there is no such model.
         ValueError: transformers has no backbone of its kind.
     """
     config = AutoConfig.from_pretrained(name)
+    options = {"num_labels": num_labels, "dtype": torch.float32, "ignore_mismatched_sizes": True}
     if BackboneForSemanticSegmentation.__name__ in (config.architectures or ()):
-        return BackboneForSemanticSegmentation.from_pretrained(name, dtype=torch.float32)
+        return BackboneForSemanticSegmentation.from_pretrained(name, **options)
     if config.model_type == "dpt":
-        return DPTForSemanticSegmentation.from_pretrained(
-            name, num_labels=num_labels, dtype=torch.float32, ignore_mismatched_sizes=True
-        )
+        return DPTForSemanticSegmentation.from_pretrained(name, **options)
     is_plain = hasattr(config, "num_hidden_layers") and not hasattr(config, "depths")
     if config.model_type not in MODEL_FOR_BACKBONE_MAPPING_NAMES or not is_plain:
         raise ValueError(

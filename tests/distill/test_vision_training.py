@@ -402,12 +402,16 @@ def test_a_vit_of_timm(tmp_path, monkeypatch):
             vit_from_timm(cut, 32, {})
 
 
-def test_dpt_keeps_its_own_head(tmp_path):
-    model, images = tiny_vision("dpt"), torch.randn(1, 3, SIDE, SIDE)
+@pytest.mark.parametrize("kind", ["dpt", "backbone"])
+def test_dpt_keeps_its_own_head(place, tmp_path, kind):
+    """Unless it is for another number of labels."""
+    model = tiny_vision("dpt") if kind == "dpt" else load_segmenter(str(place / "vit"), 5).eval()
+    images = torch.randn(1, 3, SIDE, SIDE)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         loaded = load_segmenter(str(tmp_path), 5).eval()
         torch.testing.assert_close(loaded(images).logits, model(images).logits)
+        assert load_segmenter(str(tmp_path), 4).eval()(images).logits.shape[1] == 4
 
 
 def test_settings_that_contradict_are_refused(place):
