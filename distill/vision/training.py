@@ -267,19 +267,20 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
             False, its settings differ, or its newest checkpoint is damaged.
         FloatingPointError: the loss is not finite.
     """
-    state = PartialState()
-    with state.main_process_first():
-        if state.is_main_process:
-            _claim(output / CONFIG_FILE, config, resume)
+    is_main = PartialState().is_main_process
+    if is_main:
+        _check_folder(output / CONFIG_FILE, config, resume)
     found = newest_checkpoint(output)
     if found is not None:
         check_digests(found)
     run = open_run(config, output)
     if run.layers and found is None:
         run.start_codebooks()
+    if is_main:  # not before, so that a folder stays free until everything fits
+        write_text(output / CONFIG_FILE, json.dumps(plain_values(config), indent=2) + "\n")
     run.trainer.train(resume_from_checkpoint=None if found is None else str(found))
     figures = run.trainer.evaluate()
-    if run.trainer.is_world_process_zero():
+    if is_main:
         run.save(output)
         print(f"{output / 'model'} holds the model, for from_pretrained.")
         if run.layers:
@@ -296,10 +297,9 @@ def newest_checkpoint(output: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def _claim(path: Path, config: VisionConfig, resume: bool) -> None:
-    """Claim a run's folder for this configuration."""
+def _check_folder(path: Path, config: VisionConfig, resume: bool) -> None:
+    """Check that a run with this configuration may write the folder."""
     if not path.is_file():
-        write_text(path, json.dumps(plain_values(config), indent=2) + "\n")
         return
     if not resume:
         raise ValueError(f"{path.parent} holds a run: add --resume or choose another --output.")

@@ -305,9 +305,11 @@ RESERVED += ["bf16_full_eval", "fp16_full_eval", "label_smoothing_factor", "repo
     ],
 )
 def test_wrong_settings_get_one_sentence(place, tmp_path, task, changes, expected):
+    """And the folder stays free for the corrected command."""
     told = invoke(*command(place, tmp_path / "run", task, **changes), code=2)
     assert expected in told.replace("\n", " ")
     assert "Traceback" not in told
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path):
