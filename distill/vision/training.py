@@ -181,6 +181,7 @@ def open_run(config: VisionConfig, output: Path) -> VisionRun:
         **FIXED,
         **config.trainer,
     )
+    args._n_gpu = 1  # with several visible GPUs Trainer would use `nn.DataParallel`
     (training, validation), classes = open_images(config, args.seed)
     if len(training) < args.train_batch_size:
         raise ValueError(

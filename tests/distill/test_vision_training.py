@@ -251,6 +251,19 @@ def test_the_optimizer_is_as_configured(place, tmp_path):
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0, 0.01}
 
 
+def test_a_process_uses_one_gpu(place, tmp_path, monkeypatch):
+    """Catches `nn.DataParallel`, whose replicas update no codebook, and batches for each GPU."""
+
+    class ThatSeesTwo(TrainingArguments):
+        def __post_init__(self):
+            super().__post_init__()
+            self._n_gpu = 2
+
+    monkeypatch.setattr("distill.vision.training.TrainingArguments", ThatSeesTwo)
+    args = open_run(settings(place), tmp_path).trainer.args
+    assert (args.n_gpu, args.train_batch_size) == (1, 2)
+
+
 def test_the_best_checkpoint_is_kept(place, tmp_path):
     changes = {
         "trainer.learning_rate": 0.02,
