@@ -13,7 +13,7 @@ from distill.checkpointing.export import export
 from distill.checkpointing.hub import LOADING
 from distill.config import DistillConfig
 from distill.data.batches import sample_seed
-from distill.data.stream import report_dead_workers
+from distill.data.stream import report_worker_errors
 from distill.log import Log, Meter
 from distill.objective import Batch, Objective
 from distill.preview import save_sheet
@@ -54,7 +54,7 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
         disable=not is_main,
     ) as bar:
         while run.step < config.steps:
-            with report_dead_workers():
+            with report_worker_errors():
                 losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
             rates = {"learning_rate": run.schedule.get_last_lr()[0]}
             if config.codebooks is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from distill.data import DataError
 from distill.data.cache import SHARD, open_cache
@@ -19,10 +19,8 @@ from distill.data.config import DataConfig
 from distill.data.encoder import Encoder
 from distill.data.samples import RowSamples, SceneSamples
 
-# Start of PyTorch's message that a worker was killed.
-KILLED = "DataLoader worker (pid"
-# Exceptions that commands report in one sentence.
-REPORTED = (DataError, OSError)
+# Starts of PyTorch's messages: a worker was killed, or raised an exception.
+KILLED, CAUGHT = "DataLoader worker (pid", "Caught "
 # Pixels encoded at once for the cache: 128 images of 256 x 256, or 32 of 512 x 512.
 CACHED_PIXELS = 2**23
 
@@ -149,19 +147,15 @@ def load_batches(
         DataError, OSError: reading a sample raised it, or a worker died.
     """
     loader = DataLoader(
-        _CollatedBatches(samples),
-        batch_size=None,
-        sampler=order,
+        samples,
+        batch_sampler=order,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # leaves torch's global generator alone
         worker_init_fn=keep_inherited_objects,
     )
-    with report_dead_workers():
-        for batch in loader:
-            if isinstance(batch, REPORTED):
-                raise batch
-            yield batch
+    with report_worker_errors():
+        yield from loader
 
 
 def keep_inherited_objects(worker: int) -> None:
@@ -173,13 +167,14 @@ def keep_inherited_objects(worker: int) -> None:
 
 
 @contextmanager
-def report_dead_workers() -> Iterator[None]:
-    """Report a killed worker in one sentence.
+def report_worker_errors() -> Iterator[None]:
+    """Report a killed worker, or a worker's `DataError` or `OSError`, in one sentence.
 
-    PyTorch raises its error wherever the main process happens to be.
+    PyTorch raises the error of a killed worker wherever the main process happens to be, and the
+    message of others ends with their traceback.
 
     Raises:
-        DataError: a worker died.
+        DataError, OSError: a worker raised it, or died.
     """
     try:
         yield
@@ -187,19 +182,11 @@ def report_dead_workers() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not str(error).startswith(KILLED):
             raise
         raise DataError(
-            f"a data worker died ({error}); continue with --resume, and with fewer data.workers if "
+            f"a data worker died ({error}); continue with --resume, and with fewer data workers if "
             f"memory ran out."
         ) from error
-
-
-class _CollatedBatches(Dataset):
-    """Returns a batch or its exception, since an exception from a worker carries a traceback."""
-
-    def __init__(self, samples: Dataset) -> None:
-        self.samples = samples
-
-    def __getitem__(self, indices: list[int]) -> dict[str, Any] | DataError | OSError:
-        try:
-            return default_collate([self.samples[index] for index in indices])
-        except REPORTED as error:
-            return error
+    except (DataError, OSError) as error:
+        if not str(error).startswith(CAUGHT):
+            raise
+        message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
+        raise type(error)(message) from None

@@ -26,6 +26,7 @@ from avq_diffusers.files import write_text
 from distill.attention import CHILD
 from distill.checkpointing.folders import DIGESTS, check_digests, write_digests
 from distill.config_file import differing_keys, plain_values
+from distill.data.stream import report_worker_errors
 from distill.quantizer import recorded
 from distill.stored import (
     StoredAttention,
@@ -279,8 +280,9 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
         run.start_codebooks()
     if is_main:  # not before, so that a folder stays free until everything fits
         write_text(output / CONFIG_FILE, json.dumps(plain_values(config), indent=2) + "\n")
-    run.trainer.train(resume_from_checkpoint=None if found is None else str(found))
-    figures = run.trainer.evaluate()
+    with report_worker_errors():
+        run.trainer.train(resume_from_checkpoint=None if found is None else str(found))
+        figures = run.trainer.evaluate()
     if is_main:
         run.save(output)
         print(f"{output / 'model'} holds the model, for from_pretrained.")

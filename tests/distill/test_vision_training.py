@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_training import CONFIGS, ROOT
 from tiny_vision import choosing, tiny_vision
+from torch.utils.data import get_worker_info
 from transformers import (
     AutoModelForImageClassification,
     BertConfig,
@@ -36,6 +38,7 @@ from distill.config_file import load_config
 from distill.vision import models
 from distill.vision.__main__ import app
 from distill.vision.config import VisionConfig
+from distill.vision.images import Prepared
 from distill.vision.models import load_classifier, load_model, load_segmenter, vit_from_timm
 from distill.vision.training import fine_tune, metric_of, newest_checkpoint, open_run, predictions
 
@@ -323,6 +326,28 @@ def test_wrong_settings_get_one_sentence(place, tmp_path, task, changes, expecte
     assert expected in told.replace("\n", " ")
     assert "Traceback" not in told
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def killed_in_a_worker(*_):
+    if get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_happens_to_a_worker_is_one_sentence(place, tmp_path, monkeypatch, is_killed):
+    """Catches a traceback for a damaged image, or where memory ran out."""
+    shutil.copytree(place / "maps", tmp_path / "maps")
+    if is_killed:
+        monkeypatch.setattr(Prepared, "_box", killed_in_a_worker)
+        message = "a data worker died "
+    else:
+        damaged = tmp_path / "maps" / "images" / "training" / "9.png"
+        damaged.write_bytes(b"no image")
+        message = f"{damaged} cannot be read as an image: "
+    changes = {"data.path": tmp_path / "maps", "trainer.dataloader_num_workers": 1}
+    told = invoke(*command(place, tmp_path / "run", "segmentation", **changes), code=2)
+    assert f"error: {message}" in told
+    assert "Traceback" not in told
 
 
 def test_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path):
