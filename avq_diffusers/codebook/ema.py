@@ -99,8 +99,9 @@ def reassign_dead(
 ) -> tuple[Tensor, Tensor, Codebook]:
     """Move dead codewords, whose EMA count is below `least_count`, to badly represented keys.
 
-    Dead parents move to distinct keys, sampled by squared distance to their codeword. Their
-    children move along and lose their statistics. In each other cell, one dead child moves to a key
+    Dead parents move to distinct keys, sampled by squared distance to their codeword; where there
+    are more of them than keys, the others stay. Their children move along and lose their
+    statistics. In each other cell, one dead child moves to a key
     of the cell, sampled in the same way. A moved parent gets a count of `least_count` keys, a moved
     child that of an average leaf of its cell: the projection would push a lighter child away from
     its key.
@@ -112,8 +113,7 @@ def reassign_dead(
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
         codebook: the codewords derived from these statistics.
-        keys: (..., H, N, D), a batch of at least M0 keys per head. With the same keys and seed,
-            all processes get the same codebook.
+        keys: (..., H, N, D). With the same keys and seed, all processes get the same codebook.
         least_count: keys per batch below which a codeword is dead.
         seed: seeds the sampling.
 
@@ -121,17 +121,12 @@ def reassign_dead(
         New key sums, counts and codebook.
 
     Raises:
-        ValueError: `keys` does not fit the codebook or holds fewer than M0 keys per head.
+        ValueError: `keys` does not fit the codebook.
     """
     heads, num_parents, num_children = codebook.children.shape[:3]
     leaf = assign_leaves(keys, codebook).movedim(-2, 0).flatten(1)
     keys = heads_first(keys).to(working_dtype(keys, codebook))
     num_keys = keys.shape[1]
-    if num_keys < num_parents:
-        raise ValueError(
-            f"keys must hold at least num_parents = {num_parents} keys per head, but got "
-            f"{num_keys}."
-        )
     head = torch.arange(heads, device=keys.device)[:, None]
     distance = (keys - codebook.leaves.flatten(1, 2)[head, leaf]).square().sum(dim=-1)
     # Among exponential clocks with rates w, each rings first with probability w / sum(w).
@@ -139,9 +134,11 @@ def reassign_dead(
     clock = torch.empty_like(distance).exponential_(generator=generator) / distance
 
     is_dead = ema_counts < least_count
-    dead_parent = is_dead[:, :, 0]
-    drawn = clock.topk(num_parents, dim=1, largest=False).indices
-    drawn = drawn.gather(1, (dead_parent.cumsum(dim=1) - 1).clamp(min=0))
+    rank = is_dead[:, :, 0].cumsum(dim=1) - 1
+    num_drawn = min(num_parents, num_keys)
+    dead_parent = is_dead[:, :, 0] & (rank < num_drawn)
+    drawn = clock.topk(num_drawn, dim=1, largest=False).indices
+    drawn = drawn.gather(1, rank.clamp(0, num_drawn - 1))
 
     cell = across_heads(leaf // (1 + num_children), num_parents).flatten()
     cell_key = first_in_cell(clock.flatten(), cell, heads * num_parents).view(heads, num_parents)

@@ -277,22 +277,21 @@ def test_what_was_moved_is_alive_and_the_living_stay():
     assert not torch.equal(*parents)
 
 
-@pytest.mark.parametrize(
-    ("function", "keys", "message"),
-    [
-        (batch_statistics, (2, 4, 1), "key must have shape (..., 1, keys, 1)"),
-        (
-            lambda keys, codebook: reassign_dead(
-                torch.zeros(1, 2, 3, 1), torch.zeros(1, 2, 3), codebook, keys, least_count=1.0
-            ),
-            (1, 1, 1),
-            "keys must hold at least num_parents = 2 keys per head, but got 1.",
-        ),
-    ],
-)
-def test_refusals(function, keys, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        function(torch.zeros(keys), line_codebook())
+def test_where_there_are_fewer_keys_than_dead_parents_the_others_stay():
+    """Catches training that ends at a small micro-batch, and two parents at one key."""
+    keys, codebook, key_sums, counts = far_layer()
+    few, counts = keys[:1, :, :3], torch.zeros_like(counts)
+    _, counts, new = reassign_dead(key_sums, counts, codebook, few, least_count=1.0)
+    is_moved = counts[:, :, 0] > 0
+    for head in range(3):
+        moved = new.parents[head][is_moved[head]]
+        assert torch.equal(moved.sort(0).values, few[0, head].sort(0).values)
+    assert torch.equal(new.parents[~is_moved], codebook.parents[~is_moved])
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=re.escape("key must have shape (..., 1, keys, 1)")):
+        batch_statistics(torch.zeros(2, 4, 1), line_codebook())
 
 
 def test_decay_warms_up_along_a_cosine():
