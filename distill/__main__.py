@@ -47,7 +47,7 @@ def distill(
             # Data workers are forked after tokenizers ran; the setting avoids a warning.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
             if repo is not None:
-                check_repository(repo, values)
+                repo = check_repository(repo, values)
             stack.enter_context(locked(output))
             run = Run(values, output, resume=resume)
         with exit_on(FloatingPointError, DataError, OSError, code=1):

@@ -102,8 +102,10 @@ the versions of all packages.
 """
 
 
-def check_repository(repo: str, config: DistillConfig) -> None:
+def check_repository(repo: str, config: DistillConfig) -> str:
     """Make sure, before a long run, that its result can be pushed; creates the repository.
+
+    Returns its Hub id, with the user's name where `repo` has none.
 
     Raises:
         ValueError: the run exports nothing, or the name is not a Hub id.
@@ -112,9 +114,11 @@ def check_repository(repo: str, config: DistillConfig) -> None:
     if config.attention not in LOADING:
         raise ValueError(f"attention: {config.attention} exports nothing to push to {repo}.")
     try:
-        HfApi().create_repo(repo, exist_ok=True)
+        repo_id = HfApi().create_repo(repo, exist_ok=True).repo_id
+        HfApi().auth_check(repo_id, write=True)  # `exist_ok` takes somebody else's too
     except HTTP_ERRORS as error:
         raise OSError(f"--push-to-hub {repo}: {error}") from error
+    return repo_id
 
 
 def push(folder: Path, repo: str) -> None:

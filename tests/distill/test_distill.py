@@ -21,7 +21,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     UNet2DConditionModel,
 )
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, RepoUrl
+from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from processes import start_ranks
@@ -288,6 +289,11 @@ def hub(monkeypatch):
     class Api:
         def create_repo(self, repo, *, exist_ok):
             sent.append((repo, exist_ok))
+            return RepoUrl(f"{ENDPOINT}/{repo if '/' in repo else f'me/{repo}'}")
+
+        def auth_check(self, repo_id, *, write):
+            if write and not repo_id.startswith("me/"):
+                raise HTTP_ERRORS[1](f"403 Forbidden for {repo_id}")
 
         def upload_folder(self, *, repo_id, folder_path, ignore_patterns, commit_message):
             files = filter_repo_objects(
@@ -300,8 +306,9 @@ def hub(monkeypatch):
 
 
 def test_a_finished_run_is_pushed(finished, model, tmp_path, hub, monkeypatch):
-    """Catches files that are missing or nobody needs, a card that names a local folder, and a
-    failed upload that costs the result or ends in a traceback."""
+    """Catches files that are missing or nobody needs, a card that names a local folder, a name
+    without user that is not found, and a failed upload that costs the result or ends in a
+    traceback."""
 
     def fail(*_, **__):
         raise HTTP_ERRORS[1]("no network")
@@ -319,9 +326,9 @@ def test_a_finished_run_is_pushed(finished, model, tmp_path, hub, monkeypatch):
     )
     assert written == original
 
-    assert run(*push).exit_code == 0
+    assert run(*push[:-1], "avq").exit_code == 0
     *_, made, (repo, files, card) = hub
-    assert made == ("me/avq", True)
+    assert made == ("avq", True)
     assert repo == "me/avq"
     assert files == ["README.md", "config.json", "diffusion_pytorch_model.safetensors"]
     assert 'AVQCodebooks.from_pretrained("me/avq")' in card
@@ -329,9 +336,12 @@ def test_a_finished_run_is_pushed(finished, model, tmp_path, hub, monkeypatch):
 
 
 def test_what_cannot_be_pushed_is_said_before_the_training(model, tmp_path, hub, monkeypatch):
-    """Catches hours of training before the first word about a missing token."""
+    """Catches hours of training before the first word about a missing token, or about somebody
+    else's repository."""
     message = refused(model, tmp_path, "--push-to-hub", "me/avq", attention="exact")
     assert "attention: exact exports nothing to push to me/avq" in message
+    message = refused(model, tmp_path, "--push-to-hub", "you/avq")
+    assert "--push-to-hub you/avq: 403 Forbidden" in message
     monkeypatch.undo()
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
     assert "--push-to-hub me/avq: " in refused(model, tmp_path, "--push-to-hub", "me/avq")
