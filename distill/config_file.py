@@ -6,6 +6,7 @@ this one starts from; sections are merged, other values replaced.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -29,11 +30,12 @@ YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, Recursio
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Seed = Annotated[int, Field(strict=True, ge=0, le=LARGEST_SEED)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+Number = Annotated[float, Field(strict=True)]  # else true is 1
+Finite = Annotated[Number, Field(allow_inf_nan=False)]
+Weight = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -66,6 +68,14 @@ class _StrictLoader(yaml.SafeLoader):
             if count > 1:
                 raise ValueError(f"the key {name} is given twice")
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 1e-4 for text.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"),
+    list("+-0123456789"),
+)
 
 
 def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) -> ConfigType:

@@ -10,7 +10,9 @@ from distill.config_file import (
     Config,
     Count,
     Decay,
+    Finite,
     Natural,
+    Number,
     Positive,
     Seed,
     Share,
@@ -20,7 +22,7 @@ from distill.scenes import TRAINING_SEEDS
 
 MOST = len(TRAINING_SEEDS)  # the scorer's range is as long
 Scenes = Annotated[int, Field(strict=True, ge=1, le=MOST)]
-Part = Annotated[float, Field(gt=0, lt=1)]
+Part = Annotated[Number, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +111,9 @@ class SDConfig(LatentConfig):
 
     unet: Mapping[str, Any]
     text: Mapping[str, Any]
-    snr_floor: float
-    snr_gamma: float
-    layered_noise: float
+    snr_floor: Finite
+    snr_gamma: Finite
+    layered_noise: Finite
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,17 @@
 """The configuration of a fine-tuning run."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
 from distill.config import CodebookConfig
-from distill.config_file import Config, Count, Positive, Weight
+from distill.config_file import Config, Count, Finite, Number, Positive, Weight
 
-PartOfSide = Annotated[float, Field(gt=0, le=1)]
+PartOfSide = Annotated[Number, Field(gt=0, le=1)]
 
 # Fields of `TrainingArguments` that every run sets: other values do not work with its model, its
 # optimizer or resuming.
@@ -33,12 +32,6 @@ FIXED = {
     "bf16_full_eval": False,
 }
 RESERVED = {*FIXED, "output_dir", "use_cpu", "metric_for_best_model"}
-
-
-def _number(value: Any) -> Any:
-    """Convert text such as 1e-2, which YAML does not take for a number."""
-    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value, re.I)
-    return float(value) if is_number else value
 
 
 def parse_attention(name: str, **fields: bool) -> AVQConfig | None:
@@ -85,8 +78,8 @@ class ImagesConfig(Config):
     resize: Literal["crop", "squash"]
     crop_share: PartOfSide
     interpolation: Literal["bicubic", "bilinear"]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[Finite, Finite, Finite]
+    std: tuple[Finite, Finite, Finite]
     augment: Literal["crop", "flip", "none"]
 
 
@@ -128,7 +121,7 @@ class VisionConfig(Config):
     data: ImagesConfig
     codebooks: LearningConfig
     head_rate: Positive
-    trainer: Mapping[str, Annotated[Any, BeforeValidator(_number)]]
+    trainer: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         parse_attention(self.attention)

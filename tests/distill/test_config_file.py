@@ -176,6 +176,8 @@ def test_a_file_that_is_not_regular_is_refused(tmp_path):
         ),
         ("precision=fp8", "precision must be 'fp32', 'fp16' or 'bf16', but got 'fp8'."),
         ("max_grad_norm=.nan", "max_grad_norm must be greater than 0, but got nan."),
+        ("learning_rate=true", "learning_rate must be a valid number, but got True."),
+        ("adam_betas=[0.9,false]", "adam_betas.1 must be a valid number, but got False."),
         ("learning_rate=.inf", "learning_rate must be a finite number, but got inf."),
         (f"seed={2**63}", f"seed must be less than or equal to {2**63 - 1}, but got {2**63}."),
         (
