@@ -79,7 +79,7 @@ class ScorerTask:
     """Intact and corrupted images on the device.
 
     Raises:
-        ValueError: there are fewer scenes than processes, or no intact scene is left.
+        ValueError: there are fewer scenes than processes, or no intact scene is left for a batch.
     """
 
     result = "scorer"
@@ -92,12 +92,8 @@ class ScorerTask:
 
         seeds = SCORER_SEEDS[: config.num_scenes]
         seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
-        count = max(1, round(len(seeds) * config.corrupted_share))
-        if count == len(seeds):
-            raise ValueError(
-                f"num_scenes must leave each process an intact scene beside its {count} corrupted "
-                f"of {len(seeds)}; raise num_scenes or lower corrupted_share."
-            )
+        count = _num_corrupted("num_scenes", len(seeds), config.corrupted_share)
+        self.num_corrupted = _num_corrupted("batch_size", config.batch_size, config.corrupted_share)
         # The same scenes also appear intact, so only the copies tell them apart.
         common = {"size": config.image_size, "workers": config.workers, "device": self.device}
         label = "render" if main else None
@@ -107,7 +103,6 @@ class ScorerTask:
         self.corrupted = load_images(
             seeds[count:][:count], corrupted=True, progress=label, **common
         )
-        self.num_corrupted = max(1, round(config.batch_size * config.corrupted_share))
         self.model = ScorerModel(build_scorer(config, self.tokenizer), config).to(self.device)
 
     def batch(self, generator: torch.Generator) -> Batch:
@@ -128,3 +123,14 @@ class ScorerTask:
 
     def save(self, model: ScorerModel, folder: Path) -> None:
         save_scorer(model.clip.half(), self.tokenizer, folder)
+
+
+def _num_corrupted(setting: str, total: int, share: float) -> int:
+    """The number of corrupted scenes among those of one process."""
+    count = max(1, round(total * share))
+    if count == total:
+        raise ValueError(
+            f"{setting} must leave each process an intact scene beside its {count} corrupted of "
+            f"{total}; raise {setting} or lower corrupted_share."
+        )
+    return count

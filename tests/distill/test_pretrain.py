@@ -195,6 +195,8 @@ def test_init_from_starts_at_the_weights_of_a_result(weights, tmp_path):
         ("sd", ["--vae", "none"], {}, "there is no trained VAE"),
         ("scorer", [], {"num_scenes": 1}, "num_scenes must leave each process an intact scene"),
         ("scorer", [], {"corrupted_share": 0.99}, "must leave each process an intact scene"),
+        ("scorer", [], {"batch_size": 1}, "batch_size must leave each process an intact scene"),
+        ("scorer", [], {"corrupted_share": 0.94}, "beside its 8 corrupted of 8; raise batch_size"),
         ("scorer", [], {"corrupted_share": 1}, "corrupted_share must be less than 1, but got 1"),
         ("sd3", [], {"shift": 0}, "shift must be greater than 0, but got 0"),
         ("sd3", [], {"num_scenes": 10**8}, "equal to 10000000, but got 100000000"),
