@@ -93,14 +93,16 @@ def name_progress(pipe: DiffusionPipeline, name: str) -> None:
 
 def layers_line(report: Summary, *, is_forced: bool) -> str:
     """Say in how many layers AVQ ran, and why not in others."""
-    layers = [row for row in report.rows if row.config]
-    exact = sum(row.runs == "exact: faster" for row in layers)
-    text = f"  layers: AVQ in {len(layers) - exact} of {len(layers)}"
+    layers = [row.runs for row in report.rows if row.config]
+    others = [runs for runs in layers if not runs.startswith("AVQ")]
+    text = f"  layers: AVQ in {len(layers) - len(others)} of {len(layers)}"
+    if {*others} - {"exact: faster"}:
+        return f"{text}; the table says why not in the others"
     if is_forced:
         return f"{text}, to show it; exact attention is at least as fast, so apply_avq keeps it"
-    if exact == len(layers):
+    if len(others) == len(layers):
         return f"{text}, after first steps that measured: exact attention is faster in all of them"
-    return f"{text}; exact attention is faster in the others" if exact else text
+    return f"{text}; exact attention is faster in the others" if others else text
 
 
 def speed_in_words(times: StepTimes) -> str:

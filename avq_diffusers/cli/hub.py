@@ -10,7 +10,9 @@ def check_found(option: str, name: str, file: str) -> None:
 
     `file` is one that the repository holds; errors name `option`.
     """
-    if Path(name).exists():
+    if not name:
+        raise ValueError(f"{option} is empty; name a folder or a Hub id.")
+    if Path(name).is_file() or Path(name).is_dir():
         return
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.files import write_text
-from avq_diffusers.options import device_of, dtype_name, numbers_of
-from eval.commands.options import Device, Output, some_of
+from avq_diffusers.options import device_of, dtype_name, finite, numbers_of
+from eval.commands.options import Device, Output, names_of, some_of
 from eval.store.report import RESULTS, read_result
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
@@ -21,9 +21,9 @@ def bench_attention_command(
     dtype: Annotated[
         str, typer.Option(callback=dtype_name, help="On a GPU: float32, float16 or bfloat16.")
     ] = "float32",
-    batch: int = 2,
-    heads: int = 8,
-    head_dim: int = 40,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 40,
     output: Output = RESULTS,
 ) -> None:
     """Time AVQ attention (precompute included) against scaled_dot_product_attention.
@@ -105,7 +105,9 @@ def bench_variants_command(
 
     targets = map(int, some_of("--capabilities", capabilities, [*map(str, MOST_SHARED)]))
     dims, numbers = numbers_of("--head-dims", head_dims), numbers_of("--sinks", sinks)
-    cases = product(targets, [getattr(torch, dtype)], dims, methods.split(","), numbers)
+    if min(dims) < 1:
+        raise ValueError(f"--head-dims must be at least 1, but got {min(dims)}.")
+    cases = product(targets, [getattr(torch, dtype)], dims, names_of(methods), numbers)
     rows = variant_rows([KernelCase(*case) for case in cases])
     path = output / f"bench_variants_{dtype}.json"
     save_json(path, device="cpu", rows=rows)
@@ -136,7 +138,8 @@ def bench_steps_command(
         ),
     ] = "exact,avq,limit",
     window: Annotated[
-        float, typer.Option(help="Seconds of steps per row; the second half counts.")
+        float,
+        typer.Option(callback=finite, help="Seconds of steps per row; the second half counts."),
     ] = 2.0,
     seconds: Annotated[
         float | None,
@@ -153,7 +156,7 @@ def bench_steps_command(
     """
     from eval.benchmarks.steps import cases_of, run_steps
 
-    cases = cases_of(models, runs.split(","), methods.split(","))
+    cases = cases_of(models, names_of(runs), names_of(methods))
     chosen = device_of(device)
     path = output / f"bench_steps_{chosen.type}.json"
     run_steps(cases, chosen, path, window=window, seconds=seconds)

@@ -7,7 +7,7 @@ import typer
 
 from avq_diffusers.mini import model_path, usual_prompts
 from avq_diffusers.options import device_of, numbers_of
-from eval.commands.options import Device, Download, Dtype, Output, usual_dtype
+from eval.commands.options import Device, Download, Dtype, Output, names_of, usual_dtype
 from eval.store.report import RESULTS, publish
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def keys_command(
     from eval.methods.avq import Stored
     from eval.store.plots import panel_plot
 
-    names = (methods or METHODS).split(",")
+    names = names_of(methods or METHODS)
     methods_by_name = {name: key_method(name) for name in names}
     sides = None if sizes is None else sides_of(sizes)
     place = device_of(device)

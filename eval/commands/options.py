@@ -101,13 +101,25 @@ def result_name(
     return f"{command}{name}{at_levels}{suffix}"
 
 
+def names_of(text: str) -> list[str]:
+    """The names in a comma-separated list.
+
+    Raises:
+        ValueError: one is empty.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ValueError(f"expected names between commas, but got {text!r}.")
+    return names
+
+
 def some_of(option: str, text: str, known: Iterable[str]) -> list[str]:
     """The comma-separated names of an option.
 
     Raises:
         ValueError: one is not among the known ones.
     """
-    names = text.split(",")
+    names = names_of(text)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{option} must be some of {', '.join(known)}, but got {unknown[0]!r}.")
     return names

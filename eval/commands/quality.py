@@ -28,6 +28,7 @@ from eval.commands.options import (
     Tolerances,
     calibration_prompts,
     held_out_scenes,
+    names_of,
     result_name,
     some_of,
     usual_dtype,
@@ -79,7 +80,7 @@ def tolerance_command(
     profile, rows = measure_tolerances(
         pipe,
         limits,
-        methods.split(","),
+        names_of(methods),
         AVQConfig(levels=numbers),
         calibration_prompts()[:probed],
         chosen,
@@ -150,7 +151,7 @@ def scenes_command(
     size = size or own_size
     drawn = held_out_scenes(2 * images)
     trial = SceneTrial(
-        methods=methods.split(","),
+        methods=names_of(methods),
         scenes=drawn[:images],
         reference_scenes=drawn[images:],
         settings=Sampling(

@@ -8,7 +8,7 @@ import typer
 from avq_diffusers.mini import model_path
 from avq_diffusers.options import device_of, tolerances_of
 from eval.commands.keys import SMALLEST, VIT, folder_of, load, result_path, sides_of
-from eval.commands.options import Device, Download, Methods, Output, Tolerances
+from eval.commands.options import Device, Download, Methods, Output, Tolerances, names_of
 from eval.store.report import RESULTS, publish, save_json
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ FEATURE_METHODS = (
     "exact,value-projection,M192,M384,M32P8C8,M64P16C8,M128P32C8,"
     "M64C8T5e-4,M64C8T2e-4,M64C8T1e-4,M64C8T5e-5,"
     "M64P0C8,M64P4C8,M64P8C8,M64P32C8,M64P64C8,"
-    "M192,M64P16C8,M192/means,M64P16C8/means"
+    "M192/stored,M64P16C8/stored,M192/means,M64P16C8/means"
 )
 
 Model = Annotated[
@@ -55,7 +55,7 @@ def features(
     from eval.store.plots import panel_plot
     from eval.vision.features import WORDS, features_panels, features_table, measure_features
 
-    names = methods.split(",")
+    names = names_of(methods)
     for name in names:
         measured_method(name, WORDS)
     sides = sides_of(sizes)

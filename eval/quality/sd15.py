@@ -28,7 +28,7 @@ METRICS = {"fid": ("FID", ".2f"), "clip_score": ("CLIP score", ".3f"), "ms": ("m
 COCO_GB, LAION_GB, WEIGHTS_GB = 13, 75, 12
 ROW_GB = {512: 14, 1024: 50}
 # Hours on one H200: see "Time and space" in eval/README.md.
-DISTILL_HOURS = 12
+DISTILL_HOURS, OWN_HOURS = 12, 9.6  # with stored or own codewords
 
 
 class TableRow(NamedTuple):
@@ -246,7 +246,8 @@ def _distill(request: Request, name: str) -> Step:
     for setting in (f"base_model={request.model}", *request.overrides):
         command += ["--set", setting]
     launched = _launch(request, "distill", *command)
-    return Step(f"distill {name}", launched, hours=DISTILL_HOURS / request.processes)
+    hours = OWN_HOURS if name.startswith("own_") else DISTILL_HOURS
+    return Step(f"distill {name}", launched, hours=hours / request.processes)
 
 
 def _generate(request: Request, name: str, size: int) -> Step:

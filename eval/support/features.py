@@ -91,11 +91,15 @@ def read_outcomes(junit: Path) -> dict[str, dict[str, dict[str, int]]]:
     """By device and feature: how many tests passed, failed and were skipped.
 
     Raises:
-        ValueError: a test names a feature that is not in `GROUPS`.
+        ValueError: `junit` is no JUnit file, or names a feature that is not in `GROUPS`.
     """
     outcomes: dict[str, dict[str, Counter]] = {device: {} for device in COLUMNS}
     known = {name for names in GROUPS.values() for name in names}
-    for case in ElementTree.parse(junit).iter("testcase"):
+    try:
+        cases = [*ElementTree.parse(junit).iter("testcase")]
+    except ElementTree.ParseError as error:
+        raise ValueError(f"{junit} is no JUnit file: {error}.") from error
+    for case in cases:
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "passed"
         outcome = "skipped" if "skipped" in tags else outcome
@@ -139,7 +143,7 @@ def write_features(junit: Path, results: Path, device: str) -> None:
     """Put the outcomes of a JUnit file into the column of `device`, and write the table.
 
     Raises:
-        ValueError: a test names a feature that is not in `GROUPS`.
+        ValueError: `junit` is no JUnit file, or names a feature that is not in `GROUPS`.
     """
     path = results / "features.json"
     columns = {name: {"features": {}} for name in COLUMNS}

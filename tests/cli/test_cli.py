@@ -179,6 +179,15 @@ def test_layers_that_stopped_running_avq():
     assert "AVQ in 0 of 3, after first steps that measured: exact attention is faster" in said
 
 
+@pytest.mark.parametrize("reason", ["exact: scheduled", "exact: over 16 codewords for each token"])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_layers_that_did_not_run_avq(reason, is_forced):
+    """Catches layers counted as AVQ because exact attention was not measured to be faster."""
+    rows = [SimpleNamespace(config="M8C2T1e-4", runs=runs) for runs in (reason, "AVQ (torch)")]
+    said = generation.layers_line(SimpleNamespace(rows=rows), is_forced=is_forced)
+    assert said.strip() == "layers: AVQ in 1 of 2; the table says why not in the others"
+
+
 def test_a_model_is_compiled_and_of_another_dtype(avq, tmp_path, monkeypatch):
     """Catches options that are read and forgotten, and a model compiled after its images."""
     tiny_pipe(traced_unet()).save_pretrained(tmp_path)

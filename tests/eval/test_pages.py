@@ -209,6 +209,9 @@ def test_unknown_features_are_refused(tmp_path):
     (tmp_path / "junit.xml").write_text(JUNIT.replace("img2img", "img3img"))
     with pytest.raises(ValueError, match="those of GROUPS, but a test is for 'img3img'"):
         features.read_outcomes(tmp_path / "junit.xml")
+    (tmp_path / "junit.xml").write_text("# Tests")
+    with pytest.raises(ValueError, match=r"junit\.xml is no JUnit file"):
+        features.read_outcomes(tmp_path / "junit.xml")
 
 
 def test_the_stored_table_is_that_of_the_stored_results():

@@ -116,6 +116,9 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "scenes --methods nothing --images 2",
             "methods must be exact, value-projection, tome, limit, linfusion, folders",
         ),
+        ("scenes --methods exact,", "expected names between commas, but got 'exact,'"),
+        ("bench steps --window nan", "--window must be finite, but got nan"),
+        ("bench variants --head-dims 0", "--head-dims must be at least 1, but got 0"),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         (
             "bench variants --capabilities 90,75",
