@@ -177,6 +177,7 @@ def quality(folder: Path) -> Figures:
                 if method in COMPARED:
                     levels = "all" if "sd3" in model else ", ".join(map(str, at_levels))
                     facts = {"model": model, "levels": levels, "attention": label_of(row)}
+                    facts["images"] = row["num_runs"] * row["num_images"]
                     less = {column: row[x] - exact[x] for x, column in LESS_EXACT.items()}
                     found[model, levels, method] = less | row | facts
     rows = [found[key] for key in sorted(found, key=lambda x: (x[:2], COMPARED.index(x[2])))]
@@ -184,6 +185,7 @@ def quality(folder: Path) -> Figures:
         "model": "model",
         "levels": "levels",
         "attention": "attention",
+        "images": "images",
         "PSNR, dB": figure("psnr_median", ".1f"),
         "nine of ten above": figure("psnr_p10", ".1f"),
         "FID": figure(LESS_EXACT["fid"], "+.2f"),
@@ -196,7 +198,6 @@ def quality(folder: Path) -> Figures:
     named |= {"avq0": found[mini, "0", DEFAULT], "tome0": found[mini, "0", TOME]}
     values = {
         "table": rows_table(columns, rows),
-        "images": avq["num_runs"] * avq["num_images"],
         "fid": columns["FID"](avq),
         "clip": columns["CLIP score"](avq),
         "copies": columns["copies"](avq),

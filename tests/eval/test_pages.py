@@ -57,8 +57,8 @@ def steps(**changes):
 
 def test_new_results_make_new_pages(results):
     """Catches a figure that stands in the template, a row without a time that is shown, a limit
-    relative to exact attention at another time than its own, and a row that was not steady without
-    its mark."""
+    relative to exact attention at another time than its own, a row that was not steady without its
+    mark, and a row of images with the number of another."""
     document = steps()
     (results / STEP).write_text(json.dumps(document))
     call = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "tokens": 4321}
@@ -67,6 +67,10 @@ def test_new_results_make_new_pages(results):
     operation = {"command": "python -m eval bench attention", "rows": rows}
     operation["environment"] = {**document["environment"], "device": "a CPU"}
     (results / "speed/bench_attention_cpu.json").write_text(json.dumps(operation))
+    linfusion = results / "quality/quality_linfusion.json"
+    scored = json.loads(linfusion.read_text())
+    scored["rows"] = [row | {"num_runs": 7, "num_images": 11} for row in scored["rows"]]
+    linfusion.write_text(json.dumps(scored))
     run_command("pages", results)
     assert {path.stem for path in results.glob("*.md")} == {*PAGES}
     page = (results / "speed.md").read_text()
@@ -76,6 +80,7 @@ def test_new_results_make_new_pages(results):
         ["SD1.5", "1024²", "compiled", "1260", "100", "12.60 ¹", "13.71", "265", "9 of 10", "0.90"],
     ]
     assert "- SD1.5, compiled: 1.00 at 512², 12.60 at 1024²\n" in page
+    assert " | LinFusion, distilled | 77 | " in (results / "quality.md").read_text()
     hardware = (results / "hardware.md").read_text()
     assert "- a CPU: AVQ is faster from 4321 tokens on, 6 times as fast at 4321." in hardware
     dial = "keys/keys_vit_cuda_bfloat16_dial"
