@@ -364,8 +364,10 @@ def hardware(folder: Path) -> Figures:
         rows = list(device_rows)
         most = max(rows, key=itemgetter("gain"))
         gain = f"{most['gain']:.0f} times as fast at {most['tokens']}"
-        least = min((row["tokens"] for row in rows if row["gain"] > 1), default=None)
-        pays = f"faster from {least} tokens on, {gain}" if least else "slower at all lengths"
+        lost = max((row["tokens"] for row in rows if row["gain"] <= 1), default=0)
+        least = min((row["tokens"] for row in rows if row["tokens"] > lost), default=None)
+        never = f"no faster in a row of {lost} tokens"
+        pays = f"faster from {least} tokens on, {gain}" if least else never
         sentences.append(f"- {device}: AVQ is {pays}.")
     lines = []
     for name, curve_rows in groupby(timed, itemgetter("device", "dtype", "head_dim")):
