@@ -18,7 +18,6 @@ from eval.commands.options import (
     Images,
     Levels,
     Methods,
-    Model,
     Output,
     Overrides,
     Prompts,
@@ -243,7 +242,6 @@ def ablate_command(
     seeds: Annotated[str, typer.Option(help="Training seeds.")] = "0",
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     overrides: Overrides = (),
-    model: Model = "mini-sd",
     prompts: Prompts = 16,
     steps: Steps = 8,
     device: Device = None,
@@ -251,16 +249,21 @@ def ablate_command(
 ) -> None:
     """Train variants of a distillation and compare their errors against the teacher.
 
-    Repeat it with more seeds or variants to add them: finished runs are kept.
+    The teacher is the configuration's base_model. Repeat it with more seeds or variants to add
+    them: finished runs are kept.
 
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000
     """
+    from avq_diffusers.mini import model_path
+    from distill.config import DistillConfig
+    from distill.config_file import load_config
     from eval.methods.running import load_pipeline
     from eval.quality.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
 
     chosen = some_of("--variants", variants or ",".join(VARIANTS), VARIANTS)
     place = device_of(device)
-    pipe = load_pipeline(model, place)
+    base = load_config(config, DistillConfig, overrides)
+    pipe = load_pipeline(model_path(base.base_model), place)
     trained = train_variants(
         config,
         runs,
@@ -276,6 +279,7 @@ def ablate_command(
         ablation_table(rows),
         device=place,
         config=config.name,
+        model=base.base_model_name,
         overrides=list(overrides),
         num_prompts=prompts,
         num_inference_steps=steps,

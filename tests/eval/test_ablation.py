@@ -1,6 +1,7 @@
 """`python -m eval ablate`: real short runs on a tiny model."""
 
 import json
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -43,15 +44,17 @@ def error_by_hand(model, folder):
 
 @pytest.mark.long
 def test_ablate(model, tmp_path):
-    """Catches variants that do not reach the run."""
-    arguments = ["--config", RUN_CONFIG, "--model", model, "--runs", tmp_path / "runs"]
+    """Catches variants that do not reach the run, and another teacher than that of the training."""
+    arguments = ["--config", RUN_CONFIG, "--runs", tmp_path / "runs"]
     arguments += ["--output", tmp_path, "--prompts", 2, "--steps", 1]
     arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
     arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
     result = CliRunner().invoke(app, ["ablate", *map(str, arguments)])
     assert result.exit_code == 0, result.output
 
-    rows = json.loads((tmp_path / "ablation_mini_m64p16c8.json").read_text())["rows"]
+    document = json.loads((tmp_path / "ablation_mini_m64p16c8.json").read_text())
+    assert document["model"] == Path(model).name
+    rows = document["rows"]
     assert [(row["variant"], row["seed"], row["config"]) for row in rows] == [
         ("base", 0, "M4P2C2"),
         ("commitment 1.0", 0, "M4P2C2"),
@@ -74,7 +77,7 @@ def test_ablate(model, tmp_path):
     ("options", "message"),
     [
         (["--device", "tpu"], "--device tpu cannot be used"),
-        (["--model", "/nowhere"], "/nowhere"),
+        (["--set=base_model=/nowhere"], "/nowhere"),
         (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),
     ],
 )
