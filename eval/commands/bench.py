@@ -107,8 +107,14 @@ def bench_variants_command(
     dims, numbers = numbers_of("--head-dims", head_dims), numbers_of("--sinks", sinks)
     if min(dims) < 1:
         raise ValueError(f"--head-dims must be at least 1, but got {min(dims)}.")
-    cases = product(targets, [getattr(torch, dtype)], dims, names_of(methods), numbers)
-    rows = variant_rows([KernelCase(*case) for case in cases])
+    calls = product(targets, [getattr(torch, dtype)], dims, names_of(methods), numbers)
+    cases = [KernelCase(*call) for call in calls]
+    if not any(case.is_served for case in cases):
+        raise ValueError(
+            f"--head-dims {head_dims} must be smaller for --dtype {dtype} and --capabilities "
+            f"{capabilities}: the kernels serve none of these calls."
+        )
+    rows = variant_rows(cases)
     path = output / f"bench_variants_{dtype}.json"
     save_json(path, device="cpu", rows=rows)
     page = variants_page([read_result(x) for x in sorted(output.glob("bench_variants_*"))])

@@ -119,6 +119,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("scenes --methods exact,", "expected names between commas, but got 'exact,'"),
         ("bench steps --window nan", "--window must be finite, but got nan"),
         ("bench variants --head-dims 0", "--head-dims must be at least 1, but got 0"),
+        (
+            "bench variants --dtype float32 --capabilities 80 --head-dims 128",
+            "--head-dims 128 must be smaller for --dtype float32 and --capabilities 80: the",
+        ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         (
             "bench variants --capabilities 90,75",
