@@ -56,8 +56,8 @@ def test_ablate(model, tmp_path):
     assert document["model"] == Path(model).name
     rows = document["rows"]
     assert [(row["variant"], row["seed"], row["config"]) for row in rows] == [
-        ("base", 0, "M4P2C2"),
-        ("commitment 1.0", 0, "M4P2C2"),
+        ("base", 0, "M4P2C2/stored"),
+        ("commitment 1.0", 0, "M4P2C2/stored"),
     ]
     assert rows[0]["output_error"] != rows[1]["output_error"] > 0
     for row, name in zip(rows, ("base", "commitment-1.0"), strict=True):
