@@ -217,7 +217,7 @@ def test_a_part_keeps_the_sizes_it_has(bench, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_rows_on_a_gpu():
-    """Graphs, stages, fused backends and the compiled baseline, each against its oracle."""
+    """Graphs, stages and fused backends, each against its oracle."""
     bench = Bench(torch.device("cuda"), replace(FAST, block_ms=1))
     sets = bench.inputs(Shape(2, 4, 1000, 64))
     for row in bench.rows(every_contender(bench, sets, "M32", "M16P4C4"), sets):

@@ -3,13 +3,13 @@
 import pytest
 
 from eval.store import plots
-from eval.store.plots import COLOURS, MARKERS, Line, Panel, bar_plot, panel_plot
+from eval.store.plots import Line, Panel, _look, bar_plot, panel_plot
 
 
 def test_colour_and_marker_together_are_of_one_label():
     """Fails for as many markers as colours, by which the eighth label looks like the first."""
-    looks = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(50)]
-    assert len(set(looks)) == 50
+    looks = {(look["color"], look["marker"]) for look in map(_look, range(56))}
+    assert len(looks) == 56
 
 
 @pytest.fixture
