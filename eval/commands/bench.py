@@ -34,12 +34,18 @@ def bench_attention_command(
     """
     import torch
 
+    from avq_diffusers import AVQConfig
     from eval.benchmarks.contenders import Bench
     from eval.benchmarks.inputs import Shape
     from eval.benchmarks.kernels import run_part
     from eval.benchmarks.parts import Sizes
     from eval.benchmarks.timing import Effort
 
+    if AVQConfig.parse(config).threshold is not None:
+        raise ValueError(
+            f"--config must be without a threshold, such as M64P16C8, for stored codewords, but "
+            f"got {config}."
+        )
     shapes = [Shape(batch, heads, n, head_dim) for n in numbers_of("--tokens", tokens)]
     bench = Bench(device_of(device), Effort(block_ms=300), getattr(torch, dtype))
     run_part(

@@ -123,6 +123,10 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "bench variants --dtype float32 --capabilities 80 --head-dims 128",
             "--head-dims 128 must be smaller for --dtype float32 and --capabilities 80: the",
         ),
+        (
+            "bench attention --config M64C8T1e-4",
+            "eval: --config must be without a threshold, such as M64P16C8, for stored codewords",
+        ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         (
             "bench variants --capabilities 90,75",
