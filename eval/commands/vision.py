@@ -52,8 +52,7 @@ def features(
     """
     from eval.keys.measuring import measured_method
     from eval.keys.vit import load_decoder
-    from eval.store.plots import panel_plot
-    from eval.vision.features import WORDS, features_panels, features_table, measure_features
+    from eval.vision.features import WORDS, features_table, measure_features
 
     names = names_of(methods)
     for name in names:
@@ -70,7 +69,6 @@ def features(
             rows.append(row)
             save_json(path, **facts, rows=rows)
     print(features_table(rows))
-    panel_plot(path.with_suffix(".png"), features_panels(rows))
 
 
 @app.command()

@@ -24,14 +24,13 @@ from tqdm import tqdm
 from avq_diffusers import summary
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import answered, columns_noted, relative_error
-from eval.keys.measuring import by_tokens, measured_method, stored_codebooks
+from eval.keys.measuring import measured_method, stored_codebooks
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import Subject, subject_of, vision_pass
 from eval.methods.base import AttentionMethod
 from eval.methods.registry import EXACT, NO_ATTENTION
 from eval.methods.running import avq_in
 from eval.store.markdown import Column, figure, rows_table
-from eval.store.plots import LOGS, Panel, lines
 
 Row = dict[str, Any]
 
@@ -90,8 +89,6 @@ def measure_features(
         row = {
             "method": name,
             "scheme": method.scheme,
-            "family": family_of(method),
-            "num_refined": None if method.config is None else method.config.num_refined,
             "size": size,
             "tokens": num_tokens,
             "columns": mean(columns) if columns else method.columns(num_tokens),
@@ -121,37 +118,6 @@ def times(run: Callable[[], Any], exact: Callable[[], Any], device: torch.device
     return {**timing, "speedup": exact_timing["ms"] / timing["ms"]}
 
 
-def family_of(method: AttentionMethod) -> str | None:
-    """What the points of an elastic curve share: everything except the refined parents."""
-    config = method.config
-    if config is None or not config.num_children or config.num_refined is None:
-        return None
-    sizes = f"M{config.num_parents}C{config.num_children}"
-    return f"{sizes}, {method.scheme.partition(', ')[2]}"
-
-
 def features_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     return rows_table(COLUMNS, rows, ".3g")
-
-
-def features_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """A row of panels per number of tokens: errors over columns and time, elastic curves."""
-    panels = []
-    for here in by_tokens([row for row in rows if row["runs"]]):
-        tokens = f"N = {here[0]['tokens']}"
-        off = f"features off, {tokens}"
-        by_columns = lines(here, "scheme", "columns", "features_off")
-        by_speed = lines(here, "scheme", "speedup", "features_off")
-        curves = lines(here, "family", "num_refined", "features_off")
-        elastic = [one for one in curves if len(one.x) > 1]
-        maps = lines(here, "scheme", "columns", "map_r")
-        panels.append(
-            [
-                Panel(off, "columns", by_columns, **LOGS),
-                Panel(off, "speed-up of the forward", by_speed, **LOGS),
-                Panel(f"elastic, {off}", "refined parents", elastic, yscale="log"),
-                Panel(f"correlation of maps, {tokens}", "columns", maps, xscale="log"),
-            ]
-        )
-    return panels

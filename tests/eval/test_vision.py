@@ -13,7 +13,7 @@ from transformers import Dinov2Config, Dinov2Model
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
 from eval.keys import photographs
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
-from eval.vision.features import features_panels, measure_features
+from eval.vision.features import measure_features
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_model_is_measured_to_json_and_plot(folder, tmp_path):
+def test_a_model_is_measured_to_json(folder, tmp_path):
     """Catches a method that does not run, errors against something else than exact attention, and
     codebooks of other layers."""
     arguments = ("--sizes", 224, "--images", 2, "--methods", ",".join(METHODS))
@@ -78,14 +78,13 @@ def test_a_model_is_measured_to_json_and_plot(folder, tmp_path):
     assert [*columns[:3], *columns[4:]] == [257, 256, 8, 8, 0]
     assert 20 < columns[3] <= 24  # some codewords have no key
     assert fine["runs"] == ["AVQ (torch backend)"]
-    assert path.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_errors_are_means_and_the_model_stays_exact():
     """Catches a method that acts on the next, and errors of another photograph."""
     model, decoder, name = tiny_vit(), tiny_decoder(), "M4P2C2"
     names = (name, "M8P8C2", "M4P4C2", "exact")
-    row, *_, exact_row = rows = list(measure_features(model, 112, 2, names, decoder))
+    row, *_, exact_row = list(measure_features(model, 112, 2, names, decoder))
     assert exact_row["features_off"] == 0
     assert all(layer.avq_state is None for layer in select_layers(model))
     off, maps_off = [], []
@@ -99,9 +98,6 @@ def test_errors_are_means_and_the_model_stays_exact():
             maps_off.append(float((decoder(found) - decoder(exact)).abs().mean()))
     assert row["features_off"] == pytest.approx(sum(off) / 2, rel=1e-4)
     assert row["map_off"] == pytest.approx(sum(maps_off) / 2, rel=1e-4)
-    ((columns, speedups, elastic, maps),) = features_panels([x | {"speedup": 3.0} for x in rows])
-    assert [len(panel.lines) for panel in (columns, speedups, elastic, maps)] == [1, 1, 1, 1]
-    assert elastic.lines[0].x == [2, 4]
 
 
 def test_the_decoder_sees_patches_in_their_places(folder):
