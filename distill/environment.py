@@ -1,5 +1,6 @@
 """Where a result was measured: commit, versions and device."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -36,7 +37,7 @@ def environment(device: "torch.device | str") -> dict[str, Any]:
 
 @cache
 def _commit() -> str:
-    """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it.
+    """GIT_COMMIT (for copies without history), else HEAD, with a digest of changes to it.
 
     Unknown if this file is not tracked at the root: the package may be inside another repository.
     """
@@ -48,10 +49,11 @@ def _commit() -> str:
         if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
             return "unknown"
         head = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
+        changed = _git(root, "diff", "HEAD", "--", "*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return f"{head}+changes" if changed else head
+    digest = hashlib.sha256(changed.encode()).hexdigest()
+    return f"{head}+{digest[:8]}" if changed else head
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -103,7 +103,12 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     assert commit() == head
     monkeypatch.delenv("GIT_DIR")
     own.write_text("2")
-    assert commit() == f"{head}+changes"
+    changed = commit()
+    assert re.fullmatch(rf"{head}\+[0-9a-f]{{8}}", changed)
+    assert commit() == changed
+    own.write_text("3")
+    assert re.fullmatch(rf"{head}\+[0-9a-f]{{8}}", commit())
+    assert commit() != changed
     monkeypatch.setenv("GIT_COMMIT", "a copy's")
     assert commit() == "a copy's"
     environment._commit.cache_clear()
