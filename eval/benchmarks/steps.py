@@ -21,7 +21,6 @@ peak_mib        most memory that an eager step takes beside the weights
 difference      |output - exact| / |exact|, eager
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -43,14 +42,13 @@ from eval.keys.calls import relative_error
 from eval.methods.base import TRANSFORMER_STEP, UNET_STEP
 from eval.methods.registry import AVQ, EXACT, LIMIT, check_place
 from eval.store.markdown import figure, rows_table
-from eval.store.report import environment, save_json
+from eval.store.report import complete, environment, read_result, save_json
 
 EAGER, COMPILED = "eager", "compiled"
 RUNS = EAGER, COMPILED
 _BLOCK = 4  # steps without waiting for the GPU between them, as pipelines run them
 _LEAST_TURNS = 4  # the host changes its speed for seconds at a time
 METHODS = EXACT, AVQ, LIMIT
-SAME = "commit", "device", "torch"  # of rows in one file
 COLUMNS = {
     **{name: name for name in ("model", "size", "run", "method")},
     "ms": figure("ms"),
@@ -122,7 +120,8 @@ def run_steps(
     window: float = 2.0,
     seconds: float | None = None,
 ) -> list[Row]:
-    """Time the cases; write `path` after each, and keep those that it has from the same code.
+    """Time the cases; write `path` after each, and keep those that it has from the same code and
+    environment.
 
     Args:
         cases: what to time, in this order.
@@ -130,6 +129,9 @@ def run_steps(
         path: the JSON file.
         window: seconds of steps per row; the second half counts.
         seconds: no row starts after this time.
+
+    Raises:
+        ValueError: the file is not a complete result.
     """
     start = perf_counter()
     rows = _kept(path, device)
@@ -216,14 +218,16 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def _kept(path: Path, device: torch.device) -> dict[Case, Row]:
-    """The timed rows of an earlier run of the same code on the same device, by case."""
+    """The timed rows of an earlier run, by case; none of unknown code or another environment."""
     if not path.is_file():
         return {}
-    document, present = json.loads(path.read_text()), environment(device)
-    if any(document["environment"][name] != present[name] for name in SAME):
-        return {}
-    keys = itemgetter(*Case._fields)
-    return {Case(*keys(row)): row for row in document["rows"] if row["ms"] is not None}
+    document, present, case = read_result(path), environment(device), itemgetter(*Case._fields)
+    with complete(path):
+        is_same = document["environment"] | {"date": present["date"]} == present
+        rows = {Case(*case(row)): row for row in document["rows"] if row["ms"] is not None}
+    kept = rows if is_same and present["commit"] != "unknown" else {}
+    print(f"Of {len(rows)} timed rows in {path}, {len(kept)} are of the same code and are kept.")
+    return kept
 
 
 def _times(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from eval_helpers import run, run_command
+from eval_helpers import failed_command, run, run_command
 from torch._dynamo.utils import counters
 
 from avq_diffusers import AVQConfig, select_layers, summary
@@ -273,6 +273,7 @@ def test_the_command(tmp_path, monkeypatch):
         return real(bench, case, window)
 
     monkeypatch.setattr(steps, "measured", killed)
+    monkeypatch.setattr("distill.environment._commit", lambda: "a")
     code, *_ = run(*options)
     assert code == 130
     kept = json.loads(path.read_text())["rows"]
@@ -295,6 +296,54 @@ def test_the_command(tmp_path, monkeypatch):
     run_command(*options)
     rows = json.loads(path.read_text())["rows"]
     assert {(row["model"], row["ms"]) for row in rows} == {("wan", 4), ("sd35-medium", 8)}
+
+
+@pytest.mark.parametrize(
+    ("commit", "changes", "is_kept"),
+    [
+        ("a", {"date": "then"}, True),
+        ("a", {"diffusers": "0"}, False),
+        ("a", {"tomesd": None}, False),
+        ("unknown", {}, False),
+    ],
+)
+def test_rows_are_kept_of_the_same_environment(
+    tmp_path, monkeypatch, capsys, commit, changes, is_kept
+):
+    """Catches times of other code or packages under the names of the present ones."""
+    monkeypatch.setattr("distill.environment._commit", lambda: commit)
+    monkeypatch.setattr(steps, "NetworkBench", lambda *_: None)
+    path, cases = tmp_path / "steps.json", cases_of("sd15@512", ["eager"], ["exact"])
+
+    def timed(ms):
+        monkeypatch.setattr(steps, "measured", lambda *_: {"ms": ms})
+        return [row["ms"] for row in steps.run_steps(cases, CPU, path)]
+
+    assert timed(1.0) == [1]
+    document = json.loads(path.read_text())
+    document["environment"] |= changes
+    path.write_text(json.dumps(document))
+    assert timed(2.0) == ([1] if is_kept else [2])
+    assert f"Of 1 timed rows in {path}, {int(is_kept)} are of the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not a result"),
+        (
+            '{"command": "python -m eval bench"}',
+            "is not a complete result (KeyError: 'environment')",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, text, message):
+    """Catches a command that ends in a traceback, or writes over a file that is not its own."""
+    path = tmp_path / "bench_steps_cpu.json"
+    path.write_text(text)
+    last = failed_command("bench", "steps", "--device", "cpu", "--output", tmp_path)
+    assert f"{path} {message}" in last
+    assert path.read_text() == text
 
 
 def test_eager_rows_come_first():
