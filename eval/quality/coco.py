@@ -188,8 +188,8 @@ class Row:
                 row=row,
                 earlier_sessions=earlier,
             )
-            write_text(self.folder / CAPTIONS, "\n".join(self.captions.texts) + "\n")
-            (self.folder / IMAGES).mkdir(exist_ok=True)
+        write_text(self.folder / CAPTIONS, "\n".join(self.captions.texts) + "\n")
+        (self.folder / IMAGES).mkdir(exist_ok=True)
         if isinstance(method, AVQMethod) and method.codebooks is not None:
             method.codebooks.save_pretrained(self.folder / CODEBOOKS)
 

@@ -135,7 +135,8 @@ def finish(*processes):
 
 
 def test_a_killed_row_goes_on(place, exact):
-    """Catches a half-written image, noise that depends on what is left, lost configuration.
+    """Catches a half-written image, noise that depends on what is left, lost configuration, and
+    captions that no command writes again.
 
     `reliability/test_kills.py` kills the command.
     """
@@ -156,7 +157,9 @@ def test_a_killed_row_goes_on(place, exact):
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (exact, killed)]
     assert manifests[0]["config"] == manifests[1]["config"]
     assert len(manifests[1]["earlier_sessions"]) >= 1
+    (killed / "captions.txt").unlink()
     finish(start(generation(place, "killed")))  # makes no image, so it made none of these
+    assert (killed / "captions.txt").read_bytes() == (exact / "captions.txt").read_bytes()
     assert json.loads((killed / "manifest.json").read_text()) == manifests[1]
     assert manifests[0]["environment"].keys() >= {"commit", "torch", "diffusers", "device"}
 
