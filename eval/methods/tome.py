@@ -14,6 +14,8 @@ from eval.methods.base import UNET_IMAGES, UNET_STEP, Word
 if TYPE_CHECKING:
     from diffusers import UNet2DConditionModel
 
+MOST = 0.75  # of each 2 x 2 tokens, one is kept
+
 
 class ToMe(Word):
     """`tome` merges half of the tokens, `tome@.75` more, `tome@L01` at levels 0 and 1."""
@@ -23,6 +25,22 @@ class ToMe(Word):
     title = "ToMe r={:g}"
     takes_setting = takes_levels = True
     usual_setting, usual_levels = 0.5, (0,)  # tomesd's defaults
+
+    @classmethod
+    def parse(cls, name: str, levels: tuple[int, ...]) -> Self | None:
+        found = super().parse(name, levels)
+        if found is None:
+            return None
+        if not 0 < found.setting <= MOST:
+            raise ValueError(
+                f"tome merges a share above 0 and at most {MOST} of the tokens, but got {name!r}."
+            )
+        chosen = found.levels or levels
+        if set(chosen) != set(range(len(chosen))):
+            raise ValueError(
+                f"tome merges tokens from level 0 on, leaving none out, but got levels {chosen}."
+            )
+        return found
 
     @property
     def label(self) -> str:
@@ -36,15 +54,6 @@ class ToMe(Word):
     def check(self, weight: Tensor) -> None:
         if find_spec("tomesd") is None:
             raise ValueError("method tome needs the package tomesd: pip install tomesd.")
-
-    def loaded(self, pipe: Any, levels: tuple[int, ...]) -> Self:
-        found = super().loaded(pipe, levels)
-        if set(found.levels) != set(range(len(found.levels))):
-            raise ValueError(
-                f"tome merges tokens from level 0 on, leaving none out, but got levels "
-                f"{found.levels}."
-            )
-        return found
 
     def applied(self, pipe: Any) -> AbstractContextManager[None]:
         return merged_tokens(pipe.unet, self.levels, self.setting)

@@ -227,6 +227,8 @@ def test_value_projection_is_its_formula():
         ("BROKEN", (0,), "is not a complete safetensors file"),
         ("pisa@.5", (0,), "methods for images by a UNet are exact, .*, but got 'pisa@.5'"),
         ("linfusion", (0,), "but got 'linfusion'"),
+        ("tome@0", (0,), "a share above 0 and at most 0.75 of the tokens, but got 'tome@0'"),
+        ("tome@.9", (0,), "a share above 0 and at most 0.75 of the tokens, but got 'tome@.9'"),
         (TOME, (1,), r"from level 0 on, leaving none out, but got levels \(1,"),
         (EXACT, (7,), "no self-attention at level 7"),
         ("M4P2C2-up_blocks.7", (0,), "exact must name layers of this model"),

@@ -140,6 +140,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         ("ablate --variants bse", "--variants must be some of base, learning rate"),
         ("bench kernels --parts table,all", "some of table, sd15, joint, gradients, but got"),
+        ("bench steps --models sd15@512 --methods tome@L1", "none out, but got levels (1,)"),
         ("bench steps --models sd3", "models must be some of sd15, sdxl, sd35-medium"),
         ("bench steps --methods xformers", "methods must be exact, "),
         ("bench steps --methods sol@1.3 --models sd15", "but got 'sol@1.3'"),
