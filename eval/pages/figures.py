@@ -85,7 +85,7 @@ def speed(folder: Path) -> Figures:
     for (model, size, run, method), avq in file.rows.items():
         exact, limit = (file.rows.get((model, size, run, x), {}) for x in (EXACT, LIMIT))
         if method == AVQ and avq["times_as_fast"] is not None:
-            base = avq.get("exact_ms", exact["ms"])
+            base = avq.get("exact_ms", exact.get("ms"))
             rows.append(
                 avq
                 | {"exact": base, "limit": limit.get("times_as_fast")}
@@ -218,7 +218,7 @@ def tolerance(folder: Path) -> Figures:
     rows, sentences, panels = [], [], []
     paths = files_of(folder, "tolerance_*.json")
     for path in paths:
-        file = File(path, ["plan"], "scheme", "errors", "psnr")
+        file = File(path, ["plan"], "scheme", "errors", "psnr", "ms")
         size = file.document["size"]
         model = ("mini-sd3" if "sd3" in path.stem else "mini-sd") + (f", {size}²" if size else "")
         found = [

@@ -49,6 +49,7 @@ def steps(**changes):
         {"size": 512, "method": "avq", "ms": 7.0, "times_as_fast": 1.0, "spread": 0.1, **of_avq},
         {"size": 512, "method": "limit", "ms": None, "times_as_fast": None},
         {"size": 2048, "method": "avq", "ms": None, "times_as_fast": None, "note": "no memory"},
+        {"size": 4096, "method": "avq", "ms": 4.0, "times_as_fast": 2.0, "exact_ms": 8.0},
     ]
     environment = {"device": "NVIDIA H200", "date": "2026-11-29"}
     rows = [{**place, **row, **changes} for row in rows]
@@ -58,8 +59,8 @@ def steps(**changes):
 def test_new_results_make_new_pages(results):
     """Catches a figure that stands in the template, a row without a time that is shown, a limit
     relative to exact attention at another time than its own, a row that was not steady without its
-    mark, a row of images with the number of another, and a length called faster that is so in one
-    row only."""
+    mark, a row beside exact attention that needs a row of that, a row of images with the number of
+    another, and a length called faster that is so in one row only."""
     document = steps()
     (results / STEP).write_text(json.dumps(document))
     call = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "tokens": 4321}
@@ -83,8 +84,9 @@ def test_new_results_make_new_pages(results):
     assert rows == [
         ["SD1.5", "512²", "compiled", "7", "7", "1.00", "-", "265", "9 of 10", "-"],
         ["SD1.5", "1024²", "compiled", "1260", "100", "12.60 ¹", "13.71", "265", "9 of 10", "0.90"],
+        ["SD1.5", "4096²", "compiled", "8", "4", "2.00", "-", "-", "-", "-"],
     ]
-    assert "- SD1.5, compiled: 1.00 at 512², 12.60 at 1024²\n" in page
+    assert "- SD1.5, compiled: 1.00 at 512², 12.60 at 1024², 2.00 at 4096²\n" in page
     assert " | LinFusion, distilled | 77 | " in (results / "quality.md").read_text()
     hardware = (results / "hardware.md").read_text()
     assert "- a CPU: AVQ is faster from 4321 tokens on, 6 times as fast at 4321." in hardware
@@ -111,6 +113,11 @@ def _without(field):
     ("name", "change", "message"),
     [
         (STEP, _without("ms"), "is not a complete result (KeyError: 'ms'); make it again."),
+        (
+            "tolerance/tolerance_mini_sd3.json",
+            _without("ms"),
+            "is not a complete result (KeyError: 'ms'",
+        ),
         ("vision/vision_features_vit_cuda.json", None, "there is no file "),
         (
             "quality/quality_levels01.json",
