@@ -756,8 +756,8 @@ def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
     torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.05, atol=0)
     # The norm of the gradients is twice as large where the second micro-batch counts twice.
     torch.testing.assert_close(compiled[:2, 7], half[:2, 7], rtol=0.2, atol=0)
-    # Wrong gradients can have about the right norm. On a CPU, rounding to bf16 costs 3.5 %.
-    assert (rounded - expected).norm() < 0.05 * expected.norm()
+    # Wrong gradients can have about the right norm. Rounding to bf16 costs 8 % on an H200.
+    assert (rounded - expected).norm() < 0.1 * expected.norm()
     assert (found - expected).norm() < 2 * (rounded - expected).norm()
 
 
