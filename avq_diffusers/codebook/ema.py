@@ -101,10 +101,9 @@ def reassign_dead(
 
     Dead parents move to distinct keys, sampled by squared distance to their codeword; where there
     are more of them than keys, the others stay. Their children move along and lose their
-    statistics. In each other cell, one dead child moves to a key
-    of the cell, sampled in the same way. A moved parent gets a count of `least_count` keys, a moved
-    child that of an average leaf of its cell: the projection would push a lighter child away from
-    its key.
+    statistics. In each other cell, one dead child moves to a key of the cell, sampled in the same
+    way. A moved parent gets a count of `least_count` keys, a moved child that of an average leaf of
+    its cell: the projection would push a lighter child away from its key.
 
     The paper moves dead codewords to their nearest keys (appendix "Alternative VQ Training
     Methods"). Two dead codewords can share such a key, and it may already be well represented.

@@ -100,15 +100,12 @@ def cases_of(models: str, runs: Sequence[str], methods: Sequence[str]) -> list[C
         for method in methods:
             if method != AVQ:
                 check_place(method, UNET_STEP if model.is_unet else TRANSFORMER_STEP)
-    for run in runs:
-        if run not in RUNS:
-            raise ValueError(f"runs must be {', '.join(RUNS)}, but got {run!r}.")
     pairs = [method for method in methods if method in (EXACT, AVQ)]
     others = [method for method in methods if method not in pairs]
     return [
-        Case(*place, run, method)
+        Case(*sized, run, method)
         for run, some in product([run for run in RUNS if run in runs], (pairs, others))
-        for place, method in product(found, some)
+        for sized, method in product(found, some)
     ]
 
 

@@ -138,7 +138,6 @@ def variants_page(documents: Iterable[Mapping[str, Any]]) -> str:
         f"{document['environment']['triton']}, {document['environment']['commit'][:9]}. "
         f"{variants_table(document['rows'])}\n"
         for document in documents
-        if document["rows"]
     ]
     return "\n".join([INTRODUCTION, *parts])
 

@@ -1,5 +1,6 @@
 """`python -m eval bench`: speed against exact attention."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Annotated
 
@@ -41,17 +42,14 @@ def bench_attention_command(
     from eval.benchmarks.parts import Sizes
     from eval.benchmarks.timing import Effort
 
-    if AVQConfig.parse(config).threshold is not None:
-        raise ValueError(
-            f"--config must be without a threshold, such as M64P16C8, for stored codewords, but "
-            f"got {config}."
-        )
+    sizes = AVQConfig.parse(config)
+    methods = [str(replace(sizes, codewords=form)) for form in ("stored", "means")]
     shapes = [Shape(batch, heads, n, head_dim) for n in numbers_of("--tokens", tokens)]
     bench = Bench(device_of(device), Effort(block_ms=300), getattr(torch, dtype))
     run_part(
         "attention",
         bench,
-        {"attention": Sizes(shapes, (f"{config}/stored", config))},
+        {"attention": Sizes(shapes, methods)},
         output / f"bench_attention_{bench.device.type}.json",
     )
 
@@ -166,9 +164,9 @@ def bench_steps_command(
 
     Example: python -m eval bench steps --models sd15@1024,flux@2048 --seconds 300
     """
-    from eval.benchmarks.steps import cases_of, run_steps
+    from eval.benchmarks.steps import RUNS, cases_of, run_steps
 
-    cases = cases_of(models, names_of(runs), names_of(methods))
+    cases = cases_of(models, some_of("--runs", runs, RUNS), names_of(methods))
     chosen = device_of(device)
     path = output / f"bench_steps_{chosen.type}.json"
     run_steps(cases, chosen, path, window=window, seconds=seconds)

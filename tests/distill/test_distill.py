@@ -747,8 +747,8 @@ def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
 
     With two micro-batches a step it also catches gradients that the next CUDA graph overwrites.
     """
-    exact, expected = trained_on_devices(tmp_path, 1)
-    half, rounded = trained_on_devices(tmp_path, 1, precision=precision)
+    exact, _ = trained_on_devices(tmp_path, 1)
+    half, expected = trained_on_devices(tmp_path, 1, precision=precision)
     compiled, found = trained_on_devices(tmp_path, 1, precision=precision, compile="true")
     names = slice(2, 7)  # losses
     # On a CPU, bf16 is off by 3 %, and by 14 % where the codebooks or the optimizer stand still.
@@ -756,9 +756,8 @@ def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
     torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.05, atol=0)
     # The norm of the gradients is twice as large where the second micro-batch counts twice.
     torch.testing.assert_close(compiled[:2, 7], half[:2, 7], rtol=0.2, atol=0)
-    # Wrong gradients can have about the right norm. Rounding to bf16 costs 8 % on an H200.
-    assert (rounded - expected).norm() < 0.1 * expected.norm()
-    assert (found - expected).norm() < 2 * (rounded - expected).norm()
+    # Wrong gradients can have about the right norm.
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.gpu

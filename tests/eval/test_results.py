@@ -130,7 +130,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ),
         (
             "bench attention --config M64C8T1e-4",
-            "eval: --config must be without a threshold, such as M64P16C8, for stored codewords",
+            'eval: codewords="stored" needs num_refined in place of a threshold.',
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         (
@@ -145,7 +145,7 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
         ("bench steps --methods xformers", "methods must be exact, "),
         ("bench steps --methods sol@1.3 --models sd15", "but got 'sol@1.3'"),
         ("bench steps --methods M64/stored --models flux", "for steps of a transformer are exact"),
-        ("bench steps --runs jit", "runs must be eager, compiled, but got 'jit'"),
+        ("bench steps --runs jit", "--runs must be some of eager, compiled, but got 'jit'"),
         ("bench steps --models flux@100", "sizes must be multiples of 16 from 64 on, but got 100"),
         ("bench steps --models wan@512", "sizes must be 480 or 720 for one block of W"),
         ("bench steps --models flux@big", "a size must be a number, but got 'flux@big'"),

@@ -498,6 +498,7 @@ class TestKey:
         assert key_of(TRANSFORMER()) != key_of(VIT())
 
     def test_what_is_no_module(self):
+        """Catches a profile taken for one of another guidance, configuration or layers of PAG."""
         pipe = tiny_pipe(cls=StableDiffusionPAGPipeline)
         keys = [None, key_of(pipe)]
         for change in (
